@@ -45,25 +45,22 @@ def main(argv: Sequence[str]) -> int:
         return _checkpoint_plan.main(rest)
     parser = Parser(f"checkpoint {verb}", f"{_VERBS[verb]} {_EXIT_CODES[verb]}")
     parser.add_argument("path", metavar="PATH", help="folder or URL (s3://…) with the steps")
-    if verb == "list":
-        parser.add_json("print JSON")
-        return list_steps(**vars(parser.parse(rest)))
-    if verb == "verify":
-        parser.add_argument("--step", type=int, metavar="N", help="this step only")
-        parser.add_json("print JSON")
-        return verify(**vars(parser.parse(rest)))
+    carry_out = {"list": list_steps, "verify": verify, "export": export, "prune": prune}[verb]
+    if verb in ("verify", "export"):
+        text = "this step only" if verb == "verify" else "default: the newest whole one"
+        parser.add_argument("--step", type=int, metavar="N", help=text)
     if verb == "export":
-        parser.add_argument("--step", type=int, metavar="N", help="default: the newest whole one")
         text = "file to write: all tensors put together"
         parser.add_argument("--safetensors", type=Path, metavar="FILE", help=text)
         text = "folder to write: torch.distributed.checkpoint, plain values included"
         parser.add_argument("--dcp", type=Path, metavar="FOLDER", help=text)
-        return export(**vars(parser.parse(rest)))
-    text = "how many of the newest whole steps stay, at least 1"
-    parser.add_argument("--keep", type=number(int, 1), required=True, metavar="K", help=text)
-    parser.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
-    parser.add_json("print JSON")
-    return prune(**vars(parser.parse(rest)))
+    else:
+        parser.add_json("print JSON")
+    if verb == "prune":
+        text = "how many of the newest whole steps stay, at least 1"
+        parser.add_argument("--keep", type=number(int, 1), required=True, metavar="K", help=text)
+        parser.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
+    return carry_out(**vars(parser.parse(rest)))
 
 
 def list_steps(path: str, json: bool) -> int:

@@ -128,7 +128,10 @@ def _add(group: Any, flag: _Flag, environ: Mapping[str, str]) -> None:
         default = environ.get(f"PET_{flag.dest.upper()}", default)
     if flag.switch:
         group.add_argument(*names, dest=flag.dest, action="store_true", help=flag.text)
-        group.set_defaults(**{flag.dest: _switch_default(flag, default)})
+        try:
+            group.set_defaults(**{flag.dest: bool(int(default or 0))})
+        except ValueError:
+            raise UsageError(f"PET_{flag.dest.upper()}={default!r}: say 1 or 0") from None
         return
     group.add_argument(
         *names,
@@ -139,13 +142,6 @@ def _add(group: Any, flag: _Flag, environ: Mapping[str, str]) -> None:
         metavar=flag.metavar or (None if flag.choices else "X"),
         help=flag.text,
     )
-
-
-def _switch_default(flag: _Flag, default: Any) -> bool:
-    try:
-        return bool(int(default or 0))
-    except ValueError:
-        raise UsageError(f"PET_{flag.dest.upper()}={default!r}: say 1 or 0") from None
 
 
 def _add_own(group: Any) -> None:

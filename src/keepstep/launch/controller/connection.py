@@ -18,7 +18,7 @@ from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
-from keepstep.launch.controller.elections import Elections
+from keepstep.launch.controller.elections import Elections, now_s
 from keepstep.launch.controller.member import Member
 from keepstep.launch.local_run import LocalRun
 
@@ -49,7 +49,7 @@ class Link:
         """
         self._run, job = run, run.job
         self.controller = self._told = controller  # the address, as far as it is known, and as it was given
-        self._next_try_s = _now_s() + _TRY_S
+        self._next_try_s = now_s() + _TRY_S
         self._ordered, self._elected = ordered, elected
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
@@ -67,7 +67,7 @@ class Link:
                 tls=contexts(job),
                 member_is_connected=self._is_led,
                 changed=self._look,
-                led=lambda: self.member.led(_now_s()),
+                led=lambda: self.member.led(now_s()),
             )
         self.connected = asyncio.Event()  # the newest controller is connected
 
@@ -93,7 +93,7 @@ class Link:
     def resign(self) -> None:
         """Let other nodes host the controller, because it cannot be kept running here."""
         if self.member.elector is not None:
-            self.member.elector.resign(_now_s())
+            self.member.elector.resign(now_s())
 
     def _is_led(self) -> bool:
         return self.connected.is_set() and not self.member.is_void
@@ -105,10 +105,10 @@ class Link:
         leader = elector.leader
         if leader.port:
             self._go_to(Endpoint(leader.address, leader.port))
-        elif elector.council is None and not self.connected.is_set() and _now_s() >= self._next_try_s:
+        elif elector.council is None and not self.connected.is_set() and now_s() >= self._next_try_s:
             # The controller may have moved before this launcher began: the address that it was given and the one in
             # the run folder are tried in turn.
-            self._next_try_s = _now_s() + _TRY_S
+            self._next_try_s = now_s() + _TRY_S
             known = run_folder.controller(self._run.folder) if self.controller == self._told else None
             self._go_to(known or self._told)
         self._elected()
@@ -159,12 +159,12 @@ class Link:
                 return place
             if self.member.refusal:
                 raise RunError(f"controller {self.controller}: {self.member.refusal}")
-            if self.member.is_spare and self.member.away_s(_now_s()) > PATIENCE_S:
+            if self.member.is_spare and self.member.away_s(now_s()) > PATIENCE_S:
                 raise RunError(
                     self.stranger
                     or f"controller {self.controller}: {self._trouble}: the job is gone, or out of reach"
                 )
-            met_stranger = self.stranger and _now_s() - self._stranger_since_s > _STRANGER_S
+            met_stranger = self.stranger and now_s() - self._stranger_since_s > _STRANGER_S
             if met_stranger and not self.member.is_spare:  # a spare waits on, as the job may go on elsewhere
                 raise RunError(self.stranger)
             await self._change(_REREAD_SECRET_S)
@@ -172,7 +172,7 @@ class Link:
     async def next_place(self) -> Place | None:
         """Wait for the place in the next incarnation; None when the controller stays away for too long."""
         while (place := self._taken()) is None:
-            if self.member.away_s(_now_s()) > PATIENCE_S:
+            if self.member.away_s(now_s()) > PATIENCE_S:
                 return None
             await self._change(_LOOK_S)
         return place
@@ -215,8 +215,8 @@ class Link:
 
         A node that leaves with its seat counts as lost in an election.
         """
-        elector, until_s = self.member.elector, _now_s() + patience_s
-        while elector is not None and elector.has_seat and self.connected.is_set() and _now_s() < until_s:
+        elector, until_s = self.member.elector, now_s() + patience_s
+        while elector is not None and elector.has_seat and self.connected.is_set() and now_s() < until_s:
             await self._change(_LOOK_S)
 
     async def lost(self, patience_s: float) -> None:
@@ -242,7 +242,7 @@ class Link:
         if elector is not None and isinstance(message, wire.Welcome):
             self._on_welcome()
         elif elector is not None and isinstance(message, wire.Council) and not self.member.is_void:
-            kept = elector.received(message, _now_s())
+            kept = elector.received(message, now_s())
             self.send([kept] if kept is not None else [])
         self._changed.set()
         self._ordered()
@@ -262,13 +262,13 @@ class Link:
         self.connected.set()
 
     def _on_disconnected(self) -> None:
-        self.member.disconnected(_now_s())
+        self.member.disconnected(now_s())
         self.connected.clear()
 
     def _note(self, error: Exception, _: int) -> None:
         self._trouble = str(error)
         self._meet(error)
-        self.member.trouble(error, _now_s())
+        self.member.trouble(error, now_s())
 
     def _meet(self, error: Exception) -> None:
         """Note whether another job's controller is at this job's address; workers that run go on all the same."""
@@ -277,7 +277,7 @@ class Link:
                 self.stranger = ""
             return
         if not self.stranger:
-            self._stranger_since_s = _now_s()
+            self._stranger_since_s = now_s()
         self._stranger_at = self.controller
         self.stranger = another_job(self.controller, error)
         if self.member.runs and self.stranger != self._warned_of:
@@ -296,7 +296,3 @@ def another_job(controller: Endpoint, error: wire.AnotherJob) -> str:
 def contexts(job: Job) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
     """TLS contexts of a server and of a client; None: no TLS. Raises UsageError where files cannot be loaded."""
     return (wire.server_context(job.tls), wire.client_context(job.tls)) if job.tls else (None, None)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

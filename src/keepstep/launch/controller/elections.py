@@ -81,14 +81,14 @@ class Elections:
     async def _run(self) -> None:
         assert self.elector is not None
         while True:
-            now_s = _now_s()
+            at_s = now_s()
             self._keep_clients(self.elector)
-            for seat, ask in self.elector.tick(now_s, connected=self._member_is_connected()):
+            for seat, ask in self.elector.tick(at_s, connected=self._member_is_connected()):
                 client = self._clients.get(seat.token)
                 if client is not None and client.connected:  # a question that waits would come too late
                     client.send(ask)
-            if not self._member_is_connected() and now_s - self._looked_s >= _LOOK_S:
-                self._looked_s = now_s
+            if not self._member_is_connected() and at_s - self._looked_s >= _LOOK_S:
+                self._looked_s = at_s
                 for client in self._clients.values():
                     if client.connected:
                         client.send(wire.Where())
@@ -119,9 +119,9 @@ class Elections:
     def _guides(self, seats: dict[int, wire.Seat], leader: int) -> dict[int, wire.Seat]:
         """Seats to ask for the controller: the leader, and one other by chance, as thousands may ask at once."""
         client = self._clients.get(self._guide)
-        late = _now_s() - self._guided_s >= _GUIDE_S
+        late = now_s() - self._guided_s >= _GUIDE_S
         if self._guide not in seats or (late and (client is None or not client.connected)):
-            self._guided_s, self._guide = _now_s(), self._dice.choice(list(seats))
+            self._guided_s, self._guide = now_s(), self._dice.choice(list(seats))
         return {token: seat for token, seat in seats.items() if token in (self._guide, leader)}
 
     def _leave(self, token: int) -> None:
@@ -132,21 +132,22 @@ class Elections:
     def _asked(self, connection: wire.Connection, message: wire.Message) -> None:
         assert self.elector is not None
         if isinstance(message, wire.Ask):
-            answer = self.elector.asked(message, _now_s())
+            answer = self.elector.asked(message, now_s())
             if answer is not None:
                 connection.send(answer)
         elif isinstance(message, wire.Where):
-            connection.send(self.elector.where(_now_s()))
+            connection.send(self.elector.where(now_s()))
 
     def _answered(self, message: wire.Message) -> None:
         assert self.elector is not None
         if isinstance(message, wire.Answer):
-            self.elector.answered(message, _now_s())
+            self.elector.answered(message, now_s())
         elif isinstance(message, wire.Leads):
             self.elector.learned(message)
             if message.acts:
                 self._led()
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """The event loop's time, by which electors and the launcher's link go."""
     return asyncio.get_running_loop().time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from keepstep.core.errors import KeepstepError
 from keepstep.launch.command.meeting import Endpoint
@@ -136,8 +137,7 @@ class Watching:
         cache = self._caching.address
         log = run.folder / "nodes" / str(place.node_rank) / "agent.log"
 
-        def command() -> list[str]:
-            return agent_command(run.job, run.folder, run.secret, controller, place, pages, cache)
+        command = partial(agent_command, run.job, run.folder, run.secret, controller, place, pages, cache)
 
         def gave_up(reason: str) -> None:
             self._gave_up = True
