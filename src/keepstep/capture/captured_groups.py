@@ -8,7 +8,7 @@ from typing import Any
 
 from keepstep.capture.internals import backends_of, registered_members
 from keepstep.capture.recorder import NO_GROUP, Recorder
-from keepstep.core.summary import HOST_BACKENDS
+from keepstep.core.events import HOST_BACKENDS
 
 
 class CapturedGroup:

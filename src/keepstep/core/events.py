@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
+# Backends that move data on the host: their completed Work is a completed transfer, elsewhere only an enqueued one.
+HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
+
 
 class Kind(IntEnum):
     """The sort of a record."""

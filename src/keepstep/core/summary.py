@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Backends that move data on the host: their completed Work is a completed transfer, elsewhere only an enqueued one.
-HOST_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
+from keepstep.core.events import HOST_BACKENDS
 
 
 @dataclass(frozen=True, slots=True)
