@@ -104,7 +104,10 @@ def _judged(lines: Sequence[str]) -> Iterator[_Told]:
             yield _xid(line, FALLEN_OFF_THE_BUS, "", contained=False)
         elif found := _SXID.search(line):
             if not _SXID_DETAILS.match(found[2]):
-                yield _sxid(line, found[1], found[2])
+                fatal = _FATAL.match(found[2]) is not None
+                how = "fatal" if fatal else "which does not say that it is fatal"
+                weight = _Weight.BROKEN if fatal else _Weight.UNCLEAR
+                yield _Told(line, weight, f"SXid {found[1]} of an NVSwitch, {how}")
         elif _BROKEN.search(line):
             yield _Told(line, _Weight.BROKEN)
         elif _UNCLEAR.search(line):
@@ -147,12 +150,6 @@ def _says_so(action: str, rest: str, *, contained: bool) -> bool:
         # Drivers print different numbers of registers.
         for text, harmless in zip(found[1].split(","), _HARMLESS, strict=False)
     )
-
-
-def _sxid(line: str, number: str, rest: str) -> _Told:
-    fatal = _FATAL.match(rest) is not None
-    meaning = f"SXid {number} of an NVSwitch, {'fatal' if fatal else 'which does not say that it is fatal'}"
-    return _Told(line, _Weight.BROKEN if fatal else _Weight.UNCLEAR, meaning)
 
 
 def _lines(path: str, since_s: float) -> Iterator[str]:
