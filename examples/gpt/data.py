@@ -17,7 +17,8 @@ def standard_library_text(limit_bytes: int = 4 << 20) -> Tensor:
     """The first ``limit_bytes`` bytes of the library's modules in the order of their names; uint8."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_bytes()
+        if path.is_file():  # distributions link to files that may be missing
+            text += path.read_bytes()
         if len(text) >= limit_bytes:
             break
     if not text:

@@ -78,7 +78,7 @@ _GROUPS = {
         _Flag("--virtual-local-rank", "LOCAL_RANK is 0, each worker sees its own GPU only", switch=True),
         _Flag(
             "--numa-binding",
-            "bind workers to the CPUs near their GPU",
+            "accepted, not carried out: workers run unbound, which a warning says",
             choices=("node", "socket", "exclusive", "core-complex"),
             from_environment=False,
         ),
