@@ -121,9 +121,8 @@ class Node:
             self._run_dir,
             self._secret,
             self._controller,
-            self._rank,
+            place,
             {"ring": {first + local: path for local, path in enumerate(rings)}},
-            world_size=world,
             cache=self._server.address,
         )
         log = self._run_dir / "nodes" / str(self._rank) / "agent.log"

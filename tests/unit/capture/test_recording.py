@@ -158,10 +158,14 @@ class FakeWork:
         return "result"
 
 
+def recorded(native: Any, operation: Any) -> RecordedWork:  # Any: stand-ins
+    return RecordedWork(native, operation)
+
+
 def test_a_work_is_stamped_when_it_is_waited_for() -> None:
     log: list[str] = []
     native = FakeWork()
-    work = RecordedWork(native, FakeOperation(log, "op"))
+    work = recorded(native, FakeOperation(log, "op"))
     assert isinstance(work, torch.distributed.Work)
     assert work.wait(3) is True
     assert native.waited == [(3,)]
@@ -171,7 +175,7 @@ def test_a_work_is_stamped_when_it_is_waited_for() -> None:
 
 def test_a_failed_wait_raises_the_same_error() -> None:
     log: list[str] = []
-    work = RecordedWork(FakeWork(RuntimeError("peer")), FakeOperation(log, "op"))
+    work = recorded(FakeWork(RuntimeError("peer")), FakeOperation(log, "op"))
     with pytest.raises(RuntimeError, match="peer"):
         work.wait()
     del work
@@ -180,8 +184,8 @@ def test_a_failed_wait_raises_the_same_error() -> None:
 
 def test_a_work_nobody_waits_for_ends_when_it_is_dropped_or_seen_complete() -> None:
     log: list[str] = []
-    RecordedWork(FakeWork(), FakeOperation(log, "dropped"))
-    seen = RecordedWork(FakeWork(), FakeOperation(log, "seen"))
+    recorded(FakeWork(), FakeOperation(log, "dropped"))
+    seen = recorded(FakeWork(), FakeOperation(log, "seen"))
     assert seen.is_completed()
     assert log == ["end dropped", "wait seen", "end seen"]
 
@@ -191,7 +195,7 @@ def test_a_caller_of_the_future_gets_the_end_from_there() -> None:
     native = FakeWork()
     future: torch.futures.Future[int] = torch.futures.Future()
     native.get_future = lambda: future  # type: ignore[attr-defined]
-    work = RecordedWork(native, FakeOperation(log, "op"))
+    work = recorded(native, FakeOperation(log, "op"))
     assert work.get_future() is future
     assert work.get_future() is future
     del work
