@@ -27,9 +27,8 @@ class Placing:
     peers: Peers
     ending: Ending
     effects: list[Effect]
-    excluded: list[Exclude] = field(
-        default_factory=list[Exclude]
-    )  # to be ended once electors agree on the table
+    # To be ended once electors agree on the table.
+    excluded: list[Exclude] = field(default_factory=list[Exclude])
 
     def take(self, table: dict[Launcher, Placement]) -> None:
         """Note which node plays which ranks."""

@@ -48,9 +48,8 @@ class Rendezvous:
 
     def __init__(self, nodes: int, *, join_s: float = 600.0, last_call_s: float = 30.0) -> None:
         self._nodes, self._join_s, self._last_call_s = nodes, join_s, last_call_s
-        self._joined: dict[
-            Launcher, _Joined
-        ] = {}  # those with a connection, in the order in which they joined
+        # Launchers with a connection, in the order in which they joined.
+        self._joined: dict[Launcher, _Joined] = {}
         self._beyond: set[Launcher] = set()  # before there is a table: those of them that wish to be spares
         self._wishes: dict[int, Launcher] = {}  # launchers that asked for a node rank
         self._range = (0, 0)  # fewest and most nodes that the launchers were started for
