@@ -120,7 +120,7 @@ def test_without_a_calculator_it_says_what_to_call() -> None:
     from keepstep.integrations.megatron import MicroBatches
 
     config = SimpleNamespace(calculate_per_token_loss=False, grad_scale_func=None)
-    session = SimpleNamespace(share=None)
+    session = SimpleNamespace(share=print)
     batches = MicroBatches(session, config, 0, 2)  # pyright: ignore[reportArgumentType] - is never asked
     with pytest.raises(ValueError, match="call init_num_microbatches_calculator first"):
         batches.share()
