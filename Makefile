@@ -83,7 +83,7 @@ lint: $(DEV)
 	$(BIN)/python tools/import_circles.py src benchmarks tests
 
 types: $(DEV)
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(JOBS)
 
 # Not --quiet: warnings would be neither shown nor counted.
 docs: $(DEV)

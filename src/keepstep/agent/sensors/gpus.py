@@ -53,7 +53,7 @@ class Gpus:
         if not os.path.exists(self._driver):
             return
         try:
-            import pynvml
+            import pynvml  # pyright: ignore[reportMissingTypeStubs]
         except ImportError:
             logger.warning("the GPUs' clocks and errors are not watched: pip install 'keepstep[gpu]'")
             return
