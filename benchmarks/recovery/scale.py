@@ -26,10 +26,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil
 from benchmarks._report import Line, Report, bench_arguments
@@ -70,6 +70,12 @@ class Launchers:
             self.done.set()
 
 
+_ANSWERS: dict[type[Any], Callable[[Any], wire.Message]] = {
+    wire.Halt: lambda order: wire.Halted(order.incarnation, 29500 + order.incarnation + 1),
+    wire.Council: lambda council: wire.Kept(council.term, council.version),
+}
+
+
 class Launcher(asyncio.Protocol):
     """One connection."""
 
@@ -93,13 +99,11 @@ class Launcher(asyncio.Protocol):
             seat = wire.Seat(self._number + 1, node, 1000 + self._number, "127.0.0.1", self._launchers.port)
             self.send(structs.replace(join, seat=seat))
         for message in messages:
-            if isinstance(message, wire.Placement):
+            if (answer := _ANSWERS.get(type(message))) is not None:
+                self.send(answer(message))
+            elif isinstance(message, wire.Placement):
                 self._launchers.place(message)
-            elif isinstance(message, wire.Halt):
-                self.send(wire.Halted(message.incarnation, 29500 + message.incarnation + 1))
-            elif isinstance(message, wire.Council):
-                self.send(wire.Kept(message.term, message.version))
-            elif isinstance(message, (wire.Stop, wire.Refused)):
+            elif isinstance(message, wire.Stop | wire.Refused):
                 self._launchers.wrong.append(f"{message}")
                 self._launchers.done.set()
 

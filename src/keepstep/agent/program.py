@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, ClassVar
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
@@ -161,28 +162,44 @@ class Program:
             yield wire.Reachable(arguments.node_rank, self._echo.endpoints)
 
     def _received(self, message: wire.Message) -> None:
-        if isinstance(message, wire.ProfileRequest):
-            self._agent.poll(time.monotonic_ns())
-            self._send(self._agent.profile(message))
-        elif isinstance(message, wire.StateRequest):
-            self._later(self._agent.states(message))
-        elif isinstance(message, wire.ProbeRequest):
-            if not self._probing:  # a request that comes while another is being answered is ignored
-                self._probing = True
-                self._later(self._probe(message))
-        elif isinstance(message, wire.Hold | wire.RunTests | wire.Release):
-            self._agent.hold(message)
-        elif isinstance(message, wire.Shares):
-            self._agent.microbatches.order(message)
-        elif isinstance(message, wire.BackUp | wire.Located):
-            if self._backups is not None:
-                self._backups.received(message)
-        elif isinstance(message, wire.SaveRings):
-            logger.info("%d rings saved for incident %d", self._agent.save_rings(), message.incident)
-        elif isinstance(message, wire.Welcome):
-            self._heartbeat_s = min(max(message.heartbeat_s, 0.05), 60.0)
-        elif isinstance(message, wire.Refused):
-            logger.error("the controller refuses this agent: %s", message.reason)
+        handler = self._HANDLERS.get(type(message))
+        if handler is not None:
+            handler(self, message)
+
+    def _profile(self, request: wire.ProfileRequest) -> None:
+        self._agent.poll(time.monotonic_ns())
+        self._send(self._agent.profile(request))
+
+    def _begin_probe(self, request: wire.ProbeRequest) -> None:
+        if not self._probing:  # a request that comes while another is being answered is ignored
+            self._probing = True
+            self._later(self._probe(request))
+
+    def _order_backups(self, order: wire.BackUp | wire.Located) -> None:
+        if self._backups is not None:
+            self._backups.received(order)
+
+    def _save_rings(self, order: wire.SaveRings) -> None:
+        logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
+
+    def _welcome(self, welcome: wire.Welcome) -> None:
+        self._heartbeat_s = min(max(welcome.heartbeat_s, 0.05), 60.0)
+
+    _HANDLERS: ClassVar[dict[type[Any], Callable[[Any, Any], None]]] = {
+        wire.ProfileRequest: _profile,
+        wire.StateRequest: lambda self, request: self._later(self._agent.states(request)),
+        wire.ProbeRequest: _begin_probe,
+        **dict.fromkeys(
+            (wire.Hold, wire.RunTests, wire.Release), lambda self, order: self._agent.hold(order)
+        ),
+        wire.Shares: lambda self, order: self._agent.microbatches.order(order),
+        **dict.fromkeys((wire.BackUp, wire.Located), _order_backups),
+        wire.SaveRings: _save_rings,
+        wire.Welcome: _welcome,
+        wire.Refused: lambda _, refused: logger.error(
+            "the controller refuses this agent: %s", refused.reason
+        ),
+    }
 
     def _later(self, answer: Coroutine[None, None, wire.Message]) -> None:
         """Send an answer that takes some time."""

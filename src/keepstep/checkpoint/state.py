@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -36,8 +36,20 @@ from keepstep.core.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RARE: dict[type[Any], Callable[[Any], list[Any] | None]] = {
+    complex: lambda value: ["complex", *(_finite(part) for part in (value.real, value.imag))],
+    bytes: lambda value: ["bytes", base64.b64encode(value).decode()],
+    torch.dtype: lambda value: ["dtype", _NAMES[value]] if value in _NAMES else None,
+    torch.Size: lambda value: ["size", *value],
+    torch.device: lambda value: ["device", str(value)],
+}
+"""How values of less common types are written; None: this one cannot be."""
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _WORDS = range(-(1 << 63), 1 << 64)  # integers that JSON readers keep exactly
+
+
+def _finite(part: float) -> Any:
+    return part if math.isfinite(part) else ["float", repr(part)]
 
 
 @dataclass(slots=True)
@@ -221,7 +233,7 @@ class _Taken:
         if kind is int:
             return value if value in _WORDS else ["int", hex(value)]
         if kind is float:
-            return value if math.isfinite(value) else ["float", repr(value)]
+            return _finite(value)
         if depth >= MOST_DEPTH:
             raise wrong(path[:200], f"nested deeper than {MOST_DEPTH}, or in itself; give a flat state")
         if isinstance(value, torch.Tensor):
@@ -238,17 +250,9 @@ class _Taken:
         return self._rare(value, path)
 
     def _rare(self, value: Any, path: str) -> Any:
-        if type(value) is complex:
-            parts = (value.real, value.imag)
-            return ["complex", *(part if math.isfinite(part) else ["float", repr(part)] for part in parts)]
-        if type(value) is bytes:
-            return ["bytes", base64.b64encode(value).decode()]
-        if isinstance(value, torch.dtype) and value in _NAMES:
-            return ["dtype", _NAMES[value]]
-        if isinstance(value, torch.Size):
-            return ["size", *value]
-        if isinstance(value, torch.device):
-            return ["device", str(value)]
+        encode = _RARE.get(value.__class__)
+        if encode is not None and (found := encode(value)) is not None:
+            return found
         if type(value) is np.ndarray or isinstance(value, np.generic):
             tag = "array" if type(cast("Any", value)) is np.ndarray else "scalar"
             return [tag, self._array(cast("Any", value), path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from mmap import mmap
 from typing import Any, cast
 
@@ -25,6 +25,15 @@ from keepstep.checkpoint.state import (
     tensor_of,
 )
 from keepstep.core.errors import CheckpointError
+
+_PARTS: dict[type[Any], Callable[[Any], Iterable[Any]]] = {
+    torch.nn.Module: lambda module: (*module.parameters(), *module.buffers()),
+    torch.optim.Optimizer: lambda optimizer: optimizer.param_groups,
+    dict: lambda mapping: mapping.values(),
+    list: iter,
+    tuple: iter,
+}
+"""What objects of a live state consist of, as far as tensors may be in it."""
 
 
 class Filling:
@@ -162,20 +171,12 @@ class Filling:
 
     def _find_meshes(self, value: Any) -> None:
         """Collect the meshes of all DTensors in a live state."""
-        if isinstance(value, torch.nn.Module):
-            value = [*value.parameters(), *value.buffers()]
-        elif isinstance(value, torch.optim.Optimizer):
-            value = value.param_groups
         if isinstance(value, DTensor):
             mesh = value.device_mesh
             names, coordinate = tuple(mesh.mesh_dim_names or ()), tuple(mesh.get_coordinate() or ())
             self._meshes.setdefault((tuple(mesh.shape), names, coordinate), mesh)
-        elif isinstance(value, dict):
-            for item in cast("dict[Any, Any]", value).values():
-                self._find_meshes(item)
-        elif isinstance(value, list | tuple):
-            for item in cast("list[Any]", value):
-                self._find_meshes(item)
+        for item in next((parts(value) for kind, parts in _PARTS.items() if isinstance(value, kind)), ()):
+            self._find_meshes(item)
 
     def _into(self, entry: TensorEntry, target: torch.Tensor) -> None:
         size, numel = ITEM_BYTES[entry.dtype], target.numel()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -121,30 +122,44 @@ class Member:
         """Note an order; returns what is to be answered at once."""
         if isinstance(message, wire.Welcome):
             self.is_void = self.elector is not None and message.term < self.elector.term
-        if self.is_void:
-            return []
-        if isinstance(message, wire.Placement):
-            if message.incarnation > self.incarnation:
-                self.placement, self.is_spare, self._suspended = message, False, False
-                self._unfit = ""
-                self.begins_fresh = False
-                self._findings, self._ended = [], None
-        elif isinstance(message, wire.Halt):
-            self._halt = max(self._halt, message.incarnation)
-            self._suspended, self.begins_fresh = message.suspend, message.suspend or message.fresh
-            if message.incarnation >= self.incarnation and self._running <= self._halted:
-                return self.halted()
-        elif isinstance(message, wire.Seal):
-            self.seal = message
-        elif isinstance(message, wire.Kill):
-            self.kills.append(message)
-        elif isinstance(message, wire.Spare):
-            self.is_spare = True
-        elif isinstance(message, wire.Stop):
-            self.stop = message
-        elif isinstance(message, wire.Refused) and self.placement is None:
-            self.refusal = message.reason
-        return []
+        handler = None if self.is_void else self._HANDLERS.get(type(message))
+        return (handler(self, message) if handler is not None else None) or []
+
+    def _placed(self, placement: wire.Placement) -> None:
+        if placement.incarnation > self.incarnation:
+            self.placement, self.is_spare, self._suspended = placement, False, False
+            self._unfit = ""
+            self.begins_fresh = False
+            self._findings, self._ended = [], None
+
+    def _ordered_halt(self, order: wire.Halt) -> list[wire.Message]:
+        self._halt = max(self._halt, order.incarnation)
+        self._suspended, self.begins_fresh = order.suspend, order.suspend or order.fresh
+        answers = order.incarnation >= self.incarnation and self._running <= self._halted
+        return self.halted() if answers else []
+
+    def _seals(self, order: wire.Seal) -> None:
+        self.seal = order
+
+    def _is_spare(self, _: wire.Spare) -> None:
+        self.is_spare = True
+
+    def _stops(self, order: wire.Stop) -> None:
+        self.stop = order
+
+    def _refused(self, refused: wire.Refused) -> None:
+        if self.placement is None:
+            self.refusal = refused.reason
+
+    _HANDLERS: ClassVar[dict[type[Any], Callable[[Any, Any], list[wire.Message] | None]]] = {
+        wire.Placement: _placed,
+        wire.Halt: _ordered_halt,
+        wire.Seal: _seals,
+        wire.Kill: lambda self, order: self.kills.append(order),
+        wire.Spare: _is_spare,
+        wire.Stop: _stops,
+        wire.Refused: _refused,
+    }
 
     def place(self, placement: wire.Placement) -> None:
         """Take a place that is known without asking, as it is on one node, and whose workers run."""
