@@ -250,7 +250,7 @@ class _Taken:
         return self._rare(value, path)
 
     def _rare(self, value: Any, path: str) -> Any:
-        encode = _RARE.get(value.__class__)
+        encode = _RARE.get(cast("type[Any]", type(value)))  # a proxy's `__class__` is not its type
         if encode is not None and (found := encode(value)) is not None:
             return found
         if type(value) is np.ndarray or isinstance(value, np.generic):

@@ -151,6 +151,10 @@ class _Named(tuple[int, ...]):
     __slots__ = ()
 
 
+class _Proxy:
+    __class__ = property(lambda _: bytes)
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -159,6 +163,7 @@ class _Named(tuple[int, ...]):
             "x.1: a builtins.object cannot be saved without running code: give plain values or tensors",
         ),
         (_Named((1,)), "x.1: a .*_Named cannot be saved"),
+        pytest.param(_Proxy(), "x.1: a .*_Proxy cannot be saved", id="proxy"),
         (torch.nn.Linear(1, 1), "Linear cannot be saved without running code: give its state_dict()"),
         (torch.Generator(), "a torch.Generator; give its get_state()"),
         (torch.eye(2).to_sparse(), "x.1: a Tensor .*sparse_coo.* has no plain bytes"),
