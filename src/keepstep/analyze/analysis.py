@@ -248,7 +248,7 @@ def _absent(ranks: Collection[int]) -> list[int]:
 
 
 def _straggler(found: WhatIf, stage_of: Mapping[int, int]) -> tuple[tuple[Culprit, ...], tuple[str, ...]]:
-    """The culprits and the evidence: a rank if it explains most of what its stage does, else the ranks of a stage."""
+    """Culprits and evidence: a rank if it explains most of what its stage does, else a stage's ranks, or nobody."""
     rank = max(found.by_rank, key=lambda one: found.by_rank[one])
     stage = max(found.by_stage, key=lambda one: found.by_stage[one])
     told = (

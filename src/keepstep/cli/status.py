@@ -104,7 +104,7 @@ def _restarts(found: dict[str, Any]) -> str:
 
 def _backed_up(backups: dict[str, Any] | None) -> str:
     if not backups or (backups["step"] < 0 and not backups["trouble"]):
-        return ""  # the job has one node, or makes no checkpoints
+        return ""  # one node, no backups or no checkpoints, or no step has been backed up yet
     step = f"step {backups['step']}" if backups["step"] >= 0 else "nothing"
     return f"; backed up: {step}" + (f" ({backups['trouble']})" if backups["trouble"] else "")
 

@@ -64,7 +64,7 @@ def ranks_to_look_at(
 
 
 def _majority(table: IterationTable, *, newest: bool) -> IterationTable:
-    """The newest, or oldest, half of the steps and one more; all steps where a rank lacks some of them."""
+    """Just over half of the steps, the newest or the oldest; the whole table if any rank lacks a step."""
     steps, ranks = distinct(table.column("step")), distinct(table.column("rank"))
     if len(table) != len(steps) * len(ranks):
         return table

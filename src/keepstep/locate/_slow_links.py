@@ -165,7 +165,10 @@ def _least_gain_s(slowdown_s: float) -> float:
 
 
 def _is_slow(transfer: Transfer, slowdown_s: float) -> bool:
-    """Whether the transfer takes so much longer, in proportion, that its path may be slow."""
+    """Whether the transfer takes so much longer than when healthy, or than its peers, that its path may be slow.
+
+    ``slowdown_s``: how much longer an iteration takes.
+    """
     if transfer.of_peers:
         return transfer.ratio > PEER_RATIO
     # A message's healthy time may be mostly waiting: then its growth counts, not the ratio.

@@ -40,7 +40,7 @@ class Transfer:
     nbytes: float  # bytes per operation
     before_s: float  # healthy time per operation, an upper bound
     after_s: float  # time per operation now, an upper bound
-    error_s: float = 0.0  # what clocks and noise may add to the difference
+    error_s: float = 0.0  # how far ``after_s - before_s`` may be off, by clocks and noise
     of_peers: bool = False  # ``before_s`` is what comparable paths take now, for want of a healthy time
 
     @property

@@ -50,7 +50,7 @@ def accelerator_time(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with three digits: ``1.25 s``, ``310 ms``."""
-    if value >= 100:
+    """A time with three digits or, from 1000 s on, whole seconds: ``1.25 s``, ``310 ms``."""
+    if value >= 99.95:
         return f"{value:.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"

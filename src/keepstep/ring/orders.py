@@ -36,7 +36,7 @@ class Word(IntEnum):
     STATE = 16  # the rank's State in the hold with the number in ACK
     ACK = 17  # number of the hold that STATE is about
     STEPS = 18  # optimizer steps made when STATE was written
-    REPORT = 19  # number of the tests whose report is there
+    REPORT = 19  # number of the order to test that the report on this page answers
     COUNT = 20  # optimizer steps made so far, written at the end of each step: outlives the worker
     SPLIT = 21  # how often the worker has reported how micro-batches are divided
 

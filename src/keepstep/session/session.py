@@ -149,9 +149,9 @@ class Session:
 
     @property
     def division(self) -> int:
-        """A number that changes for all ranks in the same step when the share of any replica may have changed.
+        """The number of the newest order that divided micro-batches anew; it changes on all ranks in the same step.
 
-        What all replicas have to make again together is made again then.
+        What all replicas have to build together, such as a pipeline's schedule, is built again when it changes.
         """
         return self._shares.number if self._shares is not None else 0
 

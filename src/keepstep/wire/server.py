@@ -285,7 +285,7 @@ class Server:
             self._callbacks.message(connection, message)
 
     def refused(self, violation: Violation, peer: str) -> None:
-        """Count a refusal, and log it unless that host's last one was a moment ago."""
+        """Count a refusal, and log it unless one of the same host was logged within the last minute."""
         if self.counters.refuse(violation.reason, peer, self._loop.time()):
             logger.warning("refused %s (%s): %s", peer, violation.reason, violation)
 

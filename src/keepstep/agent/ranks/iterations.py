@@ -257,7 +257,7 @@ class IterationCutter:
         return self._learned.per_step or self._provisional, self._learned.offset
 
     def _teach(self, begun: Rows, taken: list[_Marker]) -> None:
-        """Give the learner the symbols between each marker and the one before it."""
+        """Tell the learner of the markers which operations and passes lie between each of them and the one before."""
         before = self._edge_ticket
         content = begun[is_symbol(begun)]
         tickets, numbers = content["ticket"], symbols(content)

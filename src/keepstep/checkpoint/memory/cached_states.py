@@ -211,7 +211,7 @@ class CachedStates:
                 self._board = None
 
     def _lock(self, rank: int, key: Key) -> int | None:
-        """Lock the slot that holds the key and return its index; None when there is no such slot."""
+        """Keep the snapshot in its slot, whose index is returned; None if it is gone or cannot be kept."""
         for fresh in (False, True):
             if fresh:
                 self._open(rank)  # a slot that grew was replaced by another

@@ -26,7 +26,7 @@ class Stock:
         own: snapshots that all ranks of the node have sealed.
         backups: snapshots of other nodes' ranks, by node.
         keep: the snapshot that the node's workers keep.
-        first: the snapshot from which on its workers keep one more, the oldest.
+        first: its workers also keep the oldest snapshot that is not older than this one.
         able: whether its ranks have the slots that backups need.
     """
 
@@ -51,11 +51,11 @@ class Order:
 
     Attributes:
         keep: the snapshot that the node's workers have to keep.
-        first: the snapshot from which on they have to keep one more, the oldest.
+        first: they also have to keep the oldest snapshot that is not older than this one.
         target: the snapshot to back up next.
         pulls: nodes whose ranks' states are to be brought here, each with the nodes that have them.
         backs: nodes whose backups belong on this node.
-        settled: whether ``keep`` stands wherever it belongs.
+        settled: whether the nodes of ``keep`` and all that back them up hold it.
     """
 
     keep: Key | None = None

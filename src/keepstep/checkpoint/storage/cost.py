@@ -101,7 +101,7 @@ def optimal_steps(costs: Costs) -> float:
 
 
 def kept_cost_s(costs: Costs) -> float:
-    """F = m·(s0 + τ) + d/τ·k0 (equation 5): the cost when every step is saved and a failure loses only its step."""
+    """The cost over the period, seconds, if every step is saved, so that a failure loses one step (equation 5)."""
     return (
         costs.failures * (costs.recovery_s + costs.step_s)
         + costs.period_s / costs.step_s * costs.checkpoint_s

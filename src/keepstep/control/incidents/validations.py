@@ -35,7 +35,9 @@ _LEAST_TESTS_S = 1.2  # time for tests where the last rank came late
 _ROUNDS = 3  # most rounds of tests
 _LEAST_ROUND_S = 1.0  # no further round begins with less time left
 _ANSWER_S = 0.8  # time for figures to come after the tests
-_AHEAD_S = 1.5  # how old a heartbeat may be, and how long an order may take; doubled at each further try
+_AHEAD_S = (
+    1.5  # how far ahead a hold is ordered, as heartbeats lag and orders take time; doubled at each retry
+)
 _AHEAD_STEPS = 2  # least steps from the newest known one to the step of the hold
 _GATHER_S = 2.5  # longest wait, besides an iteration, from the first held rank to the last
 _TRIES = 3  # most tries to hold all ranks at one step
