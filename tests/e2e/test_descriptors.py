@@ -20,7 +20,7 @@ from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.node.programs import controller_command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("cold")]
+pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.timeout(120), pytest.mark.usefixtures("cold")]
 
 NODES = 600
 SILENT = 1500

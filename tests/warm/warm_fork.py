@@ -132,7 +132,11 @@ def become(words, plan, environment, streams, keep=(), prepare=None) -> NoReturn
         sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
         for number, name in ((1, "stdout"), (2, "stderr")):
             raw, own = io.FileIO(number, "w", closefd=False), getattr(sys, f"__{name}__")
-            stream = io.TextIOWrapper(raw, own.encoding, own.errors, write_through=True)
+            if words[1] == "-u":
+                stream = io.TextIOWrapper(raw, own.encoding, own.errors, write_through=True)
+            else:  # a line of stderr is one write, so that lines of several processes stay whole
+                lines, buffered = name == "stderr" or raw.isatty(), io.BufferedWriter(raw)
+                stream = io.TextIOWrapper(buffered, own.encoding, own.errors, line_buffering=lines)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         gc.unfreeze()

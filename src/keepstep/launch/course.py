@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.local_run import LocalRun
+from keepstep.launch.node.agent_process import Watching
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks
-from keepstep.launch.node.watching import Watching
 from keepstep.launch.workers.incarnation import Crew
 
 if TYPE_CHECKING:

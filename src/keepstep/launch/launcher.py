@@ -18,6 +18,7 @@ from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.ranges import fold_ranks
+from keepstep.launch.after_incarnation import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
@@ -26,10 +27,9 @@ from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.next_place import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
+from keepstep.launch.node.agent_process import Watching
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, versions
-from keepstep.launch.node.watching import Watching
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers

@@ -182,7 +182,7 @@ def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low",
 
 def _actions(incident: Incident, actions: Sequence[Action], now_unix_s: float | None) -> list[str]:
     if not incident.actions and incident.next_action:
-        return _wrapped("action", _outlook(incident, now_unix_s))
+        return _wrapped("action", _outlook_words(incident, now_unix_s))
     if not incident.actions and incident.kind == "crash":
         return [_line("action", "the launchers end the job, or start it again where --max-restarts allows")]
     if not incident.actions:
@@ -194,7 +194,7 @@ def _actions(incident: Incident, actions: Sequence[Action], now_unix_s: float | 
     return lines
 
 
-def _outlook(incident: Incident, now_unix_s: float | None) -> str:
+def _outlook_words(incident: Incident, now_unix_s: float | None) -> str:
     """The next action in words: ``ends rank 0 in 29 s if nothing moves``."""
     at_s = incident.next_unix_s
     if at_s is None:

@@ -71,7 +71,7 @@ def blamed_by(
     return blamed, ""
 
 
-def outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
+def hang_outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
     """What will be done about the blamed ranks if nothing moves, and in how many seconds; None: nothing.
 
     ``blamed``: limits in seconds by rank; ``states``: the last known ones.

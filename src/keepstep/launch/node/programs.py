@@ -20,7 +20,7 @@ from keepstep.core.own_folders import make_folder, open_file
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS, Place
-from keepstep.launch.node.preloaded import Waiting
+from keepstep.launch.node.waiting_program import Waiting
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, Processes, end_group, give_priority
 

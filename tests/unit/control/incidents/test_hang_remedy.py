@@ -11,7 +11,7 @@ import pytest
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.hang_evidence import blamed_by, evidence, outlook
+from keepstep.control.incidents.hang_evidence import blamed_by, evidence, hang_outlook
 from keepstep.control.incidents.hang_remedy import HangRemedy
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Confidence, Culprit, Incident, Link
@@ -186,13 +186,13 @@ def test_a_look_comes_when_the_patience_ends() -> None:
     ],
 )
 def test_what_will_be_done_is_said_before_it_is_done(state: RankState, said: str, in_s: float | None) -> None:
-    assert outlook({2: LIMIT_S}, {2: state}) == (said, in_s)
+    assert hang_outlook({2: LIMIT_S}, {2: state}) == (said, in_s)
 
 
 def test_of_several_the_last_one_counts() -> None:
     states = {2: ASLEEP, 3: replace(ASLEEP, rank=3, last_progress_s=99.0)}
-    assert outlook({2: LIMIT_S, 3: LIMIT_S}, states) == ("ends ranks 2-3", 29.5)
-    assert outlook({2: LIMIT_S, 4: LIMIT_S}, states)[1] is None
+    assert hang_outlook({2: LIMIT_S, 3: LIMIT_S}, states) == ("ends ranks 2-3", 29.5)
+    assert hang_outlook({2: LIMIT_S, 4: LIMIT_S}, states)[1] is None
 
 
 def _hang(*culprits: Culprit, kind: Any = "hang") -> Incident:

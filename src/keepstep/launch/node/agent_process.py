@@ -12,8 +12,8 @@ from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.node_cache import NodeCache
-from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion, agent_command, environment
+from keepstep.launch.node.waiting_program import Waiting
 from keepstep.launch.workers.rings import Rings, preload, shim
 
 _GIVES_WAY_S = 1.5

@@ -13,9 +13,9 @@ from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.core.budgets import Cause, Refusal
+from keepstep.launch.after_incarnation import after, after_all_nodes
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import Course, Outcome
-from keepstep.launch.next_place import after, after_all_nodes
 from keepstep.launch.workers.root_cause import Failure
 
 PLACE = Place(0, 0, 2, 1, "127.0.0.1", 4711)

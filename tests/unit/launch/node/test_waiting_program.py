@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tests.alone import alone
 
-from keepstep.launch.node.preloaded import Waiting
 from keepstep.launch.node.programs import Companion
+from keepstep.launch.node.waiting_program import Waiting
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.processes import Processes
 
