@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import cast
 
 from keepstep.core import descriptors
@@ -44,6 +45,7 @@ class ServerCallbacks:
 
 _LEFT = 16  # descriptors kept free for files and connections to launchers that are opened for a moment
 _LEAST_UNPROVEN = 8
+_LAST_ROUNDS = 200  # most waits of 5 ms for connections that were just accepted or are being aborted
 _COUNT_AGAIN_S = 1.0
 
 
@@ -226,13 +228,15 @@ class Server:
         self._listener = await made
 
     async def close(self) -> None:
-        """Stop listening and close every connection."""
+        """Stop listening and close every connection, also those that were accepted a moment ago."""
         if self._listener is not None:
             self._listener.close()
-        for connection in [*self._unproven.values(), *self._proven.values()]:
-            connection.close("the controller ends")
-        while self._unproven or self._proven:
+        for rounds in count():
+            for connection in [*self._unproven.values(), *self._proven.values()]:
+                connection.close("the controller ends")
             await asyncio.sleep(0.005)
+            if not (self._unproven or self._proven) and (not self._alive or rounds >= _LAST_ROUNDS):
+                return
 
     # These methods are called by `Connection`.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +282,21 @@ def test_refusals_are_said_once_a_minute_per_host() -> None:
     for number in range(5000):
         counters.refuse("oversized", f"host {number}:1", 100.0)
     assert len(counters._said) <= 1024
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_who_is_accepted_while_the_server_closes_is_closed_too(turns: int) -> None:
+    """Else the socket stays open when the loop has ended, which this test would be told as a warning."""
+
+    async def play() -> None:
+        server = await Hub().serve()
+        peers = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(5)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        for peer in peers:
+            with peer, suppress(ConnectionError):
+                assert peer.recv(1) == b""
+
+    wire.run(play())  # asyncio's own loop before 3.12.9 forgets what it accepts while it closes
+    gc.collect()

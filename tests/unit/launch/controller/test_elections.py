@@ -49,7 +49,7 @@ def test_a_launcher_of_another_job_has_no_part_in_an_election() -> None:
         await stranger.close()
         await one.close()
 
-    asyncio.run(play())
+    wire.run(play())
     assert heard == []
     assert {type(error) for error in troubles} == {wire.AnotherJob}
 
@@ -89,7 +89,7 @@ def test_another_launcher_leads_when_the_first_is_gone() -> None:
             for one in nodes:
                 await one.close()
 
-    electors, leads = asyncio.run(play())
+    electors, leads = wire.run(play())
     assert sorted(leads)[0] == 0
     assert max(leads) >= 2
     assert all(one.leader.term == max(leads) for one in electors[1:])
