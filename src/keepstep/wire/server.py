@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -45,6 +47,8 @@ class ServerCallbacks:
 
 _LEFT = 16  # descriptors kept free for files and connections to launchers that are opened for a moment
 _LEAST_UNPROVEN = 8
+_BACKLOG = 4096  # most connections that the kernel holds until they are accepted
+_AT_ONCE = 64  # how often asyncio tries to accept at once; without descriptors each try fails, and is logged
 _LAST_ROUNDS = 200  # most waits of 5 ms for connections that were just accepted or are being aborted
 _COUNT_AGAIN_S = 1.0
 
@@ -223,9 +227,12 @@ class Server:
     async def listen(self, host: str, port: int) -> None:
         """Bind to this address and no other."""
         made = self._loop.create_server(
-            lambda: Connection(self), host, port, backlog=4096, reuse_address=True
+            lambda: Connection(self), host, port, backlog=_AT_ONCE, reuse_address=True
         )
         self._listener = await made
+        for one in self._listener.sockets:  # the kernel may hold more of them than are accepted at once
+            with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                listening.listen(_BACKLOG)
 
     async def close(self) -> None:
         """Stop listening and close every connection, also those that were accepted a moment ago."""

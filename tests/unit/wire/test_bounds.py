@@ -156,7 +156,7 @@ async def test_large_messages_cross_tls_and_its_end_is_answered(tmp_path: Path) 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_server_without_descriptors_waits_and_goes_on(loop: str) -> None:
     """It neither ends nor spins, and takes connections again once there is room."""
-    command = [sys.executable, str(SERVER), loop, "0.5"]
+    command = [sys.executable, str(SERVER), loop, "2"]
     with ExitStack() as stack:
         server = stack.enter_context(
             subprocess.Popen(
