@@ -32,7 +32,7 @@ class Outcome:
 
     kind: Literal["finished", "failed", "signal", "stopped", "halted", "alone"]
     code: int  # exit code of the job if it ends with this incarnation
-    reason: str  # the same in words
+    reason: str  # why it ended, in words
     number: signal.Signals = signal.SIGTERM  # ends the workers that still run
 
 

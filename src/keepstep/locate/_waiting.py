@@ -28,7 +28,7 @@ class Pending:
     through: int  # how many members completed it
     stuck_s: float
     waits: bool  # whether a rank was seen to begin to wait for it
-    members: tuple[int, ...]  # of the collective, in the group's order; the two ends of a message
+    members: tuple[int, ...]  # ranks of the collective, in the group's order; the two ends of a message
 
     @property
     def collective(self) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-RATIO = 2.0  # of the paid cost to the optimum, at worst
+RATIO = 2.0  # worst ratio of the cost paid to the optimum
 FEW = 10  # fewer slowdowns say nothing about the duration of the next
 _STEPS = (0.0, 0.5, 1.0, 2.0)  # thresholds that are tried, in units of the remedy's cost
 _TOLERANCE = 1e-9
@@ -46,7 +46,7 @@ class Schedule:
     """The remedies worth buying, in order, as (loss so far in seconds, place among the offers)."""
 
     buys: tuple[tuple[float, int], ...]
-    ratio: float  # of the paid cost to the optimum, at worst
+    ratio: float  # worst ratio of the cost paid to the optimum
 
 
 def plain(rate: float, offers: Sequence[Offer]) -> Schedule:

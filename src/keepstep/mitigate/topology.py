@@ -24,7 +24,7 @@ class Exchange:
     swaps: tuple[tuple[int, int], ...]  # pairs of node ranks; no node is in two
     # Time of the slowest link for the traffic of an iteration; where nodes are slow, of the iteration.
     before_s: float
-    after_s: float  # the same time after these swaps
+    after_s: float  # what `before_s` becomes with these swaps
     bound_s: float  # no disjoint swaps lead to a time more than 2 % below this one
 
 
@@ -81,7 +81,9 @@ class _Search:
         links: Mapping[tuple[int, int], float],
     ) -> None:
         self._load, self._links = load, links
-        self.healthy_s = max(load.values(), default=0.0) * healthy  # of the slowest link, if all were healthy
+        self.healthy_s = (
+            max(load.values(), default=0.0) * healthy
+        )  # time of the slowest link if all were healthy
         self._heaviest = dict.fromkeys(range(count), 0.0)  # traffic of each place's busiest link
         for pair, carried in load.items():
             for place in pair:

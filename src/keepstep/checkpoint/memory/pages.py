@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from keepstep.checkpoint.state import Span
 
-LEAST_BYTES = 32 << 20  # of a storage that is moved: the allocator gives such a one a mapping of its own
+LEAST_BYTES = 32 << 20  # least size of a storage that is moved: from there on each has a mapping of its own
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _FIXED_NOREPLACE = 0x100000
 _MADE_AGAIN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE

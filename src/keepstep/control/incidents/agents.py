@@ -33,7 +33,7 @@ class Question:
     """One request to many agents. It is due when all agents that are waited for have answered, or at its deadline."""
 
     number: int
-    kind: type  # of the answers
+    kind: type  # the class of message that answers
     unanswered: set[int]  # node ranks
     deadline_s: float
     mute: frozenset[int] = frozenset()  # node ranks whose agents are not waited for

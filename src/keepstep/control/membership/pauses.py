@@ -274,7 +274,7 @@ class OperatorOrders:
                 after = f" after step {pause.step}" if pause.step >= 0 else ""
                 kept = "standbys and checkpoints are kept; go on with resume"
                 self._pauses.answer(Operated(f"suspended{after}: {kept}"))
-        elif reforming.suspended:  # it was so before, as a controller that began anew hears late
+        elif reforming.suspended:  # a controller that was started again hears late that the job is suspended
             self._pauses.give_up(SUSPENDED)
         elif not reforming.under_way:
             told = f"begins again, incarnation {reforming.incarnation}"

@@ -34,7 +34,7 @@ class Look:
     traffic: Sequence[PeerTraffic]
     replicas: Replicas | None
     healthy_s: float  # seconds of an iteration before the slowdown
-    iteration_s: float  # and now
+    iteration_s: float  # how long an iteration takes now
     splits: Mapping[int, Split] = field(default_factory=dict[int, Split])
     # For a micro-batch, by rank; empty where ranks do not report how they divide micro-batches.
     seconds: Mapping[int, float] = field(default_factory=dict[int, float])
@@ -49,7 +49,7 @@ class Devices:
 
     # By node name, for each of its devices: its time for a micro-batch over the median of its stage.
     factors: Mapping[str, Sequence[float]]
-    stage_s: Mapping[int, float]  # that median, by stage
+    stage_s: Mapping[int, float]  # median time for a micro-batch, by stage
     stages: Mapping[int, int]  # pipeline stages by rank
     besides_s: float  # seconds of an iteration that are not spent on micro-batches
 

@@ -47,7 +47,7 @@ class Hosting:
         self.is_here = False  # whether this node hosts it
         # This launcher's token, where the controller can move.
         self.seat = secrets.randbits(61) + 1 if self._job.elects else 0
-        self.term = 1  # of the controller that runs here
+        self.term = 1  # election term of the controller that runs here
         self._process: Companion | None = None
         self._ready = asyncio.Event()
         self._lost = ""

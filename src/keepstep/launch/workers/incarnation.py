@@ -218,7 +218,7 @@ class Crew:
         self._failed, self._finished = failed, finished
         self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
         self.following = Following(run.job, self._logs)  # shows the workers' output; stopped, all of it
-        self.workers: Workers | None = None  # of the newest incarnation
+        self.workers: Workers | None = None  # workers of the newest incarnation
         self.restarts = Restarts(
             run, environ, recovered=recovered, raised=lambda rank: self.workers and self.workers.raised(rank)
         )

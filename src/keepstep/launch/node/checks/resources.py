@@ -17,7 +17,7 @@ _FEW_DISK_BYTES = 1 << 30
 _SHARED = "/dev/shm"
 _LEAST_SHARED_BYTES = 1 << 20
 _SHARED_OF_A_RANK = 64 << 20  # containers are often given this for all ranks
-_LEAST_SHARE = 0.03  # of the node's memory, or of its control group's
+_LEAST_SHARE = 0.03  # least free share of the memory of the node or its control group
 _MOST_STALLED = 20.0  # per cent of the last 10 s in which every process waited for memory
 
 
