@@ -81,9 +81,8 @@ class _Search:
         links: Mapping[tuple[int, int], float],
     ) -> None:
         self._load, self._links = load, links
-        self.healthy_s = (
-            max(load.values(), default=0.0) * healthy
-        )  # time of the slowest link if all were healthy
+        # Time of the slowest link if all were healthy.
+        self.healthy_s = max(load.values(), default=0.0) * healthy
         self._heaviest = dict.fromkeys(range(count), 0.0)  # traffic of each place's busiest link
         for pair, carried in load.items():
             for place in pair:

@@ -126,9 +126,7 @@ class Reforming:
         if not self._rendezvous.max_restarts:  # the launcher of one node restarts its workers by itself
             if is_member:
                 self._incarnations.told(incarnation)
-            is_early = (
-                is_member and self.state is State.HALTING
-            )  # its workers restarted before it read the order
+            is_early = is_member and self.state is State.HALTING  # restarted before it read the order
             return [self._halt((launcher,))] if is_early else []
         if self.state is State.OVER:
             return []
