@@ -49,7 +49,7 @@ _LEFT = 16  # descriptors kept free for files and connections to launchers that 
 _LEAST_UNPROVEN = 8
 _BACKLOG = 4096  # most connections that the kernel holds until they are accepted
 _AT_ONCE = 64  # how often asyncio tries to accept at once; without descriptors each try fails, and is logged
-_LAST_ROUNDS = 200  # most waits of 5 ms for connections that were just accepted or are being aborted
+_LAST_ROUNDS = 200  # most waits of 5 ms at the end; five times as many for peers that do not read
 _COUNT_AGAIN_S = 1.0
 
 
@@ -242,7 +242,8 @@ class Server:
             for connection in [*self._unproven.values(), *self._proven.values()]:
                 connection.close("the controller ends")
             await asyncio.sleep(0.005)
-            if not (self._unproven or self._proven) and (not self._alive or rounds >= _LAST_ROUNDS):
+            listed = self._unproven or self._proven
+            if not self._alive or rounds >= _LAST_ROUNDS * (5 if listed else 1):
                 return
 
     # These methods are called by `Connection`.
