@@ -89,7 +89,7 @@ class Moved:
     case: SlowCase
     action: Action
     since_s: float  # time of the order; once the job is halted for it, time of the halt
-    devices: Devices | None = None  # as fast as before the move; None once shares that fit them were ordered
+    devices: Devices | None = None  # device speeds before the move; None once fitting shares were ordered
     halted: bool = False
     step: int = -1  # the last step before the move
     agent: int | None = None  # peer number of the agent that watched rank 0 until the move

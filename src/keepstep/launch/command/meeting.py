@@ -29,7 +29,7 @@ class Rendezvous:
     """How the nodes of a job meet."""
 
     endpoint: Endpoint | None  # where; None: there is only one node
-    backend: Literal["static", "c10d"]  # as torchrun calls it; both meet at the controller
+    backend: Literal["static", "c10d"]  # torchrun's name; both meet at the controller
     node_rank: int  # the one that was asked for; -1: in the order of joining
     is_host: bool | None  # whether this node hosts the controller; None: where it is the endpoint's host
     local_addr: str  # this node's address for the others; "": the one towards the endpoint
