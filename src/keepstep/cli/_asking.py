@@ -13,6 +13,7 @@ from typing import TypeVar
 from keepstep import wire
 from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import RunError
+from keepstep.core.within import within
 from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.traces import open_run
 
@@ -58,7 +59,7 @@ def ask(
             connected = False
             while time.monotonic() < until_s:
                 with contextlib.suppress(asyncio.TimeoutError):
-                    message = await asyncio.wait_for(said.get(), _LOOK_S)
+                    message = await within(_LOOK_S, said.get())
                     if isinstance(message, kind):
                         return message
                     if isinstance(message, wire.Refused):

@@ -39,6 +39,7 @@ from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.own_folders import make_folder, write_whole
+from keepstep.core.within import within
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render, render_action, render_closing
 from keepstep.wire.messages import Council, Placement, Stop
@@ -285,7 +286,7 @@ class ControlServer:
         )
         try:
             try:
-                await asyncio.wait_for(answered.wait(), _REACH_S)
+                await within(_REACH_S, answered.wait())
             except asyncio.TimeoutError:
                 where = one_line(f"{seat.node} does not answer at {seat.address}, port {seat.port}")
                 self._print(f"keepstep: {where}: it cannot vote in a controller election until it does")

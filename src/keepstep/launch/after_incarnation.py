@@ -142,11 +142,12 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     if not course.has_parted:
         await _part(parts, outcome)
     await controller.settled()
+    controller.may_end()  # one that is ready only now is not met any more
     await parts.watching.end()
     if course.link:
         await course.link.close()
     await controller.stop()
-    await sweep(parts)
+    await incarnation.sweep(frozenset({run.processes.guard.pid}), course.kill_now)
     parts.watching.close()
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
+from keepstep.core.within import within
 from keepstep.wire.address import end_name, notice_dead_host
 from keepstep.wire.channel import HANDSHAKE_S, ClientChannel, Ends, Role
 from keepstep.wire.counters import Counters
@@ -248,7 +249,7 @@ class Client:
     async def _pause(self, wait_s: float) -> bool:
         """Wait before the next attempt; True if `redirect` has cut the wait short."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._redirected.wait(), wait_s)
+            await within(wait_s, self._redirected.wait())
         was_redirected = self._redirected.is_set()
         self._redirected.clear()
         return was_redirected
@@ -257,24 +258,24 @@ class Client:
         loop = asyncio.get_running_loop()
         # The kernel repeats a SYN after 1, 3 and 7 s, so that a new attempt finds a link that is back up sooner.
         patience_s = min(self.limits.handshake_s, _FIRST_TRY_S * 2 ** min(max(failures - 1, 0), 16))
-        made: _Attempt | None = None
+        attempt = _Attempt(self)
         try:
-            connecting = loop.create_connection(lambda: _Attempt(self), self._host, self._port, ssl=self._tls)
-            _, made = await asyncio.wait_for(connecting, patience_s)
-            timer = loop.call_later(self.limits.handshake_s, self._give_up, made)
-            error = await made.closed
+            connecting = loop.create_connection(lambda: attempt, self._host, self._port, ssl=self._tls)
+            await within(patience_s, connecting)
+            timer = loop.call_later(self.limits.handshake_s, self._give_up, attempt)
+            error = await attempt.closed
             timer.cancel()
         except asyncio.TimeoutError:
             return Violation("handshake-timeout", f"no connection within {patience_s:g} s"), False
         except OSError as failure:  # the host is unknown or unreachable, or it or TLS refused
             return failure, False
         finally:
-            was_connected = made is not None and self._attempt is made
+            was_connected = self._attempt is attempt
             if was_connected:
                 self._attempt = None
                 self._disconnected()
-            elif made is not None and made.transport is not None:
-                made.transport.abort()
+            elif attempt.transport is not None:
+                attempt.transport.abort()
         return error, was_connected
 
     def _give_up(self, attempt: _Attempt) -> None:

@@ -300,3 +300,17 @@ def test_who_is_accepted_while_the_server_closes_is_closed_too(turns: int) -> No
 
     wire.run(play())  # asyncio's own loop before 3.12.9 forgets what it accepts while it closes
     gc.collect()
+
+
+@pytest.mark.parametrize("turns", range(16))
+def test_a_client_that_is_closed_as_it_connects_ends(turns: int) -> None:
+    async def play() -> None:
+        server = await Hub().serve()
+        one = client(server.port)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(one.close(), 5)
+        await server.close()
+
+    asyncio.run(play())
+    gc.collect()

@@ -11,6 +11,7 @@ from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.events import Kind
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
+from keepstep.core.within import within
 
 _MOST_IN_FLIGHT = 256
 _SITE_CHARACTERS = 200
@@ -77,7 +78,7 @@ async def python_stack(pid: int) -> str:
     words = program, "dump", "--nonblocking", "--pid", str(pid)
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), _STACK_S)
+        output, _ = await within(_STACK_S, process.communicate())
     except asyncio.TimeoutError:
         process.kill()
         await process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
@@ -14,6 +15,7 @@ from msgspec import structs
 
 from keepstep import wire
 from keepstep.core.errors import RunError, WireError
+from keepstep.core.within import within
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
@@ -178,12 +180,9 @@ class Link:
         return place
 
     async def _change(self, timeout_s: float) -> None:
-        """Wait until something was ordered, not long. ``wait_for`` would lose a cancellation that comes with it."""
-        waiting = asyncio.ensure_future(self._changed.wait())
-        try:
-            await asyncio.wait([waiting], timeout=timeout_s)
-        finally:
-            waiting.cancel()
+        """Wait until something was ordered, not long."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(timeout_s, self._changed.wait())
         self._changed.clear()
 
     def _taken(self) -> Place | None:
@@ -223,7 +222,7 @@ class Link:
         """Wait until the controller has been away for ``patience_s`` at a stretch."""
         while True:
             try:
-                await asyncio.wait_for(self.connected.wait(), patience_s)
+                await within(patience_s, self.connected.wait())
             except asyncio.TimeoutError:
                 return
             await asyncio.sleep(_LOOK_S)

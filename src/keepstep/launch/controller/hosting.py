@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from keepstep.core import descriptors
 from keepstep.core.errors import KeepstepError, RunError
 from keepstep.core.own_folders import write_whole
+from keepstep.core.within import within
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.local_run import LocalRun
@@ -104,7 +105,7 @@ class Hosting:
                 tls=contexts(self._job)[1],
             )
             try:
-                answer = await asyncio.wait_for(answers.get(), _ASK_S)
+                answer = await within(_ASK_S, answers.get())
             finally:
                 await client.close()
             if isinstance(answer, wire.AnotherJob):
@@ -133,7 +134,7 @@ class Hosting:
     async def is_ready(self) -> None:
         """Wait until nodes can meet at the controller that was started here. Raises RunError where they cannot."""
         try:
-            await asyncio.wait_for(self._ready.wait(), _READY_S)
+            await within(_READY_S, self._ready.wait())
         except asyncio.TimeoutError:
             self._lost = "is not ready"
         if self._lost:
@@ -156,7 +157,7 @@ class Hosting:
             self._on_moved()
 
     def may_end(self) -> None:
-        """Do not start the controller again when it ends, because its work is done."""
+        """Do not start the controller again when it ends, nor tell that it is ready: its work is done."""
         if self._process:
             self._process.may_end()
 

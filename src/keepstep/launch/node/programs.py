@@ -17,6 +17,7 @@ from typing import Any
 from keepstep.core.budgets import as_text
 from keepstep.core.errors import RunError, UnsafePathError
 from keepstep.core.own_folders import make_folder, open_file
+from keepstep.core.within import within
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS, Place
@@ -131,7 +132,7 @@ class Companion:
             asyncio.get_running_loop().call_later(seconds, usual)
 
     def may_end(self) -> None:
-        """Do not start the program again when it ends, because its work is done."""
+        """Do not start the program again when it ends, nor tell that it is ready: its work is done."""
         self._stopping = True
 
     async def stop(self, patience_s: float) -> None:
@@ -144,7 +145,7 @@ class Companion:
             return
         end_group(child.pid, signal.SIGTERM)
         try:
-            await asyncio.wait_for(self._ended.wait(), patience_s)
+            await within(patience_s, self._ended.wait())
         except asyncio.TimeoutError:
             signal_group(child.pid, signal.SIGKILL)
             await self._ended.wait()
@@ -188,7 +189,7 @@ class Companion:
                 said: Any = json.loads(self._line.split(b"\n")[0])
             except ValueError:
                 said = None
-            if isinstance(said, dict) and said.get("ready"):  # pyright: ignore[reportUnknownMemberType]
+            if isinstance(said, dict) and said.get("ready") and not self._stopping:  # pyright: ignore[reportUnknownMemberType]
                 self._was_ready = True
                 self._ready(said)  # pyright: ignore[reportUnknownArgumentType]
 

@@ -19,6 +19,7 @@ from typing import Literal
 from keepstep.core.local_socket import LocalServer
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
+from keepstep.core.within import within
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child
@@ -97,7 +98,7 @@ class Survivors:
             late = [one for one in self._survivors.values() if one.state == "leaving"]
             left_s = deadline_s - loop.time() if late else _UNKILLABLE_S
             try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, left_s))
+                await within(max(0.0, left_s), self._changed.wait())
             except asyncio.TimeoutError:
                 if not late:
                     break

@@ -230,6 +230,39 @@ def test_a_companion_that_keeps_dying_is_given_up() -> None:
     ]
 
 
+def test_a_companion_whose_work_is_done_is_not_ready_any_more() -> None:
+    told = alone(
+        """
+        import asyncio, signal
+        from keepstep.launch.node import programs as companions
+        from keepstep.launch.workers.guard import Guard
+        from keepstep.launch.workers.processes import Processes
+
+        guard = Guard("KEEPSTEP_JOB=none")
+        ready = ["sh", "-c", "echo '{\\"ready\\": true}'; sleep 60"]
+
+        async def main():
+            loop, processes = asyncio.get_running_loop(), Processes(guard)
+            loop.add_signal_handler(signal.SIGCHLD, processes.reap)
+            for done in (False, True):
+                heard = asyncio.Event()
+                one = companions.Companion(
+                    "x", lambda: ready, processes, gave_up=print, ready=lambda said: heard.set()
+                )
+                one.start()
+                if done:
+                    one.may_end()
+                await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.5 if done else 60)
+                print(heard.is_set())
+                await one.stop(60)
+
+        asyncio.run(main())
+        guard.close()
+        """
+    )
+    assert told.split() == ["True", "False"]
+
+
 def test_which_hosts_are_this_one() -> None:
     assert addresses.is_this_host("localhost")
     assert addresses.is_this_host("127.0.0.1")
