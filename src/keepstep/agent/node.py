@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from keepstep.agent.ranks.states import operations_in_flight, python_stack, rank
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors import nccl_links as link_files
+from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors.sockets import SocketSensor
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
+from keepstep.core.events import TIMEOUT_NOTE
 from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
@@ -42,6 +44,7 @@ _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
+_SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
 
@@ -94,6 +97,7 @@ class NodeAgent:
         self._sensors = HostSensors()
         self._gpus = gpus
         self._sockets = SocketSensor()
+        self._activity = ActivitySensor()
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._pages = RankPages(orders or {})
@@ -114,6 +118,7 @@ class NodeAgent:
         self._log_steps()
         for message in self._holding.poll():
             self._send(message)
+        self._activity.look(now_ns * 1e-9, self._suspects(now_ns))
         if self._rings and all(ring.track.waiting for ring in self._rings):
             last_ns = max(ring.track.last_progress_ns for ring in self._rings)
             # A sample taken now separates the traffic before the standstill from the traffic during it.
@@ -126,6 +131,17 @@ class NodeAgent:
         self.poll(time.monotonic_ns())
         for answer in self._holding.receive(message):
             self._send(answer)
+
+    def _suspects(self, now_ns: int) -> dict[int, Suspect]:
+        """The ranks' processes that make no progress, though they do not wait for others."""
+        return {
+            ring.rank: Suspect(ring.process, (ring.process.pid, ring.track.thread), ring.track.progress)
+            for ring in self._rings
+            if ring.process is not None
+            and not ring.ended
+            and now_ns - ring.track.last_progress_ns > _SUSPECT_NS
+            and (not ring.track.waiting or ring.stopped_since_ns)
+        }
 
     def _processes(self) -> dict[int, ProcessId]:
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
@@ -371,6 +387,8 @@ class NodeAgent:
                 self._sockets.unread_bytes(process),
                 process,
                 self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
+                self._activity.stillness(ring.rank),
+                _shortest_timeout_s(reader.sites()),
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
@@ -385,6 +403,12 @@ class NodeAgent:
         except RingError as error:
             logger.debug("rank %d: its link table cannot be read: %s", ring.rank, error)
             return ()
+
+
+def _shortest_timeout_s(sites: Sequence[str]) -> float:
+    """The shortest timeout of a group, as the worker has noted it among the sites; 0 where it has not."""
+    told = [one.removeprefix(TIMEOUT_NOTE) for one in sites if one.startswith(TIMEOUT_NOTE)]
+    return min((float(one) for one in told if one.replace(".", "").isdigit()), default=0.0)
 
 
 def _unix_s(header: RingHeader, monotonic_s: float) -> float:

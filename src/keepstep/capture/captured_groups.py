@@ -6,9 +6,9 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from keepstep.capture.internals import backends_of, registered_members
+from keepstep.capture.internals import backends_of, registered_members, timeout_of
 from keepstep.capture.recorder import NO_GROUP, Recorder
-from keepstep.core.events import HOST_BACKENDS
+from keepstep.core.events import HOST_BACKENDS, TIMEOUT_NOTE
 
 
 class CapturedGroup:
@@ -55,6 +55,8 @@ class Groups:
             name = self._unique(str(group.group_name))
             backend = ",".join(f"{device}:{name}" for device, name in sorted(backends.items()))
             ident = writer.group(name, members, backend, str(group.group_desc))
+            if (timeout_s := timeout_of(group)) > 0:
+                writer.site(f"{TIMEOUT_NOTE}{timeout_s:g}")
         known = self.known
         reference = weakref.ref(group, lambda _: known.pop(key, None))
         known[key] = made = CapturedGroup(ident, members, backends, reference)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -76,6 +77,14 @@ def registered_members(group: Any) -> tuple[int, ...]:
 def backends_of(group: Any) -> dict[str, str]:
     """Backend names of a process group, in lower case, by device type."""
     return {device.type: str(group._get_backend(device).name()).lower() for device in group._device_types}
+
+
+def timeout_of(group: Any) -> float:
+    """The shortest time in seconds after which a collective of a process group fails; 0 where torch does not tell."""
+    with suppress(Exception):
+        backends = [group._get_backend(device) for device in group._device_types]
+        return min(float(one.options._timeout.total_seconds()) for one in backends)
+    return 0.0
 
 
 _allreduce: Any = ProcessGroup.allreduce  # torch's own, before the probe replaces it

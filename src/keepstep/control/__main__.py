@@ -50,6 +50,9 @@ def parse(argv: list[str]) -> Options:
     flag("--no-validate", dest="validate", action="store_false", help="hold the job only when asked to")
     flag("--mitigate", choices=("off", "advise", "auto"), help="slowdowns that last")
     flag("--restart-hangs", action="store_true", help="have processes ended that hang for sure")
+    text = "how long a process that hangs is left alone; 0: by its timeouts and pauses"
+    flag("--hang-patience", dest="hang_patience_s", type=float, metavar="SECONDS", help=text)
+    flag("--stopped-patience", dest="stopped_patience_s", type=float, metavar="SECONDS", help="a stopped one")
     flag("--max-restarts", type=_count, metavar="N", help="of the job")
     flag("--seat", type=int, metavar="TOKEN", help="of the launcher beside it")
     flag("--term", type=int, metavar="N", help="in which that was elected")

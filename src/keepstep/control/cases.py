@@ -15,6 +15,7 @@ from keepstep.control.incidents.agents import Agents, Question, probes_of
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.crash_case import CrashCase
 from keepstep.control.incidents.hang_case import HangCase
+from keepstep.control.incidents.hang_evidence import Patience
 from keepstep.control.incidents.hang_remedy import HangRemedy
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
@@ -50,7 +51,8 @@ class Cases:
             cluster, agents, open_cases.standstill, effects, is_wanted=settings.validate
         )
         register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
-        self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, unix_s)
+        patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
+        self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, patience, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.ignored = 0  # findings that made no sense
         self.recovery: Recovery | None = None  # the newest recovery of the job

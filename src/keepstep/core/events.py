@@ -116,4 +116,7 @@ class Flag(IntFlag):
     ON_DEVICE = 128  # recorded by the probe: the end is the call's return; the device works on after it
 
 
+TIMEOUT_NOTE = "keepstep: collectives time out after "
+"""How a line among a ring's sites begins that tells a group's timeout, in seconds, to readers."""
+
 WORLD_PEER = -1  # ``peer`` of a record that has none

@@ -129,6 +129,23 @@ class LinkState:
     quiet_s: float  # time since anything moved there
 
 
+How = Literal["still", "spins", "stopped", "traced", "kernel", "moves", "unread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stillness:
+    """Whether a process that makes no progress does anything else, and since when without a break.
+
+    *still*: its training thread keeps to one place, and neither its threads nor its children do more than waiting
+    costs; *spins*: its threads compute, and nothing else moves; *stopped*: by a signal; *traced*: a debugger holds it;
+    *kernel*: it waits in the kernel, where no signal ends it; *moves*: it works on; *unread*: it cannot be read.
+    """
+
+    how: How
+    since_s: float  # on the node's clock
+    why: str = ""  # where the thread is, what moves, or what cannot be read
+
+
 @dataclass(frozen=True, slots=True)
 class RankState:
     """Where a rank is now: the evidence for hangs. Times on the node's clock."""
@@ -149,6 +166,8 @@ class RankState:
     unread_bytes: int = 0  # bytes received over TCP that the process has not read for a second or more
     process: int = 0  # process id on the rank's node
     links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted
+    stillness: Stillness | None = None  # None: it has made progress lately, or waits for others
+    timeout_s: float = 0.0  # shortest timeout of a collective among its groups; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
 
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import Kind
-from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
 from keepstep.core.within import within
 
 _MOST_IN_FLIGHT = 256
@@ -43,6 +43,8 @@ def rank_state(
     unread_bytes: int = 0,
     process: int = 0,
     links: tuple[LinkState, ...] = (),
+    stillness: Stillness | None = None,
+    timeout_s: float = 0.0,
 ) -> RankState:
     """The state of one rank.
 
@@ -67,12 +69,14 @@ def rank_state(
         unread_bytes=unread_bytes,
         process=process,
         links=links,
+        stillness=stillness,
+        timeout_s=timeout_s,
     )
 
 
 async def python_stack(pid: int) -> str:
-    """The Python stacks of a process as py-spy prints them; empty if py-spy is not on PATH or takes over 5 s."""
-    program = shutil.which("py-spy")
+    """The Python stacks of a process as py-spy prints them; empty if there is no py-spy, or it takes over 5 s."""
+    program = py_spy()
     if program is None:
         return ""
     words = program, "dump", "--nonblocking", "--pid", str(pid)

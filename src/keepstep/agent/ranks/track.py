@@ -40,6 +40,7 @@ class RankTrack:
     Attributes:
         cutter: cuts the rank's records into iterations, and knows its step, phase and micro-batch.
         watch: makes findings of the iterations and of the rank's progress.
+        thread: the thread that made the latest record; 0 before the first.
         waiting: whether the rank makes no progress because it is blocked in an operation.
         history: the last 256 iterations of which no record was lost.
         standing: the findings that still hold, by kind.
@@ -48,6 +49,7 @@ class RankTrack:
     def __init__(self, rank: int, node: str, local: Collection[int], records: int = 65536) -> None:
         self.rank = rank
         self.progress = 0
+        self.thread = 0
         self.last_progress_ns = 0
         self.lost = 0
         self.groups: list[GroupInfo] = []
@@ -82,6 +84,7 @@ class RankTrack:
         if len(started) or len(finished):
             self.progress += len(started) + len(finished)
             if len(started):
+                self.thread = int(started["thread"][-1])
                 self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
                 if int(started["group"].max()) >= len(self.groups):
                     self.groups = list(groups())

@@ -32,9 +32,9 @@ _MESSAGE_BYTES = 72  # struct inet_diag_msg
 _QUEUE_AND_INODE = struct.Struct("=I8xI")  # idiag_rqueue, idiag_wqueue and idiag_uid, idiag_inode
 _QUEUE_AT = 56
 _ATTRIBUTE = struct.Struct("=HH")
-_ACKED = struct.Struct("=Q")  # tcpi_bytes_acked
+_BYTES = struct.Struct("=QQ")  # tcpi_bytes_acked and tcpi_bytes_received
 _BUSY = struct.Struct("=QQ")  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds
-_ACKED_AT, _BUSY_AT = 120, 168
+_BYTES_AT, _BUSY_AT = 120, 168
 _RECEIVE_BYTES = 1 << 16
 
 _LOOKS = 32
@@ -51,6 +51,7 @@ class Connection:
     source: str
     target: str
     acked_bytes: int
+    received_bytes: int
     unread_bytes: int  # bytes that have come and the process has not read
     busy_s: float  # time with data under way, without the time in which the peer's buffer was full
 
@@ -199,9 +200,10 @@ def _connection(message: bytes, family: int) -> Connection | None:
             break
         if kind == _INFO and length >= _ATTRIBUTE.size + _BUSY_AT + _BUSY.size:
             info = at + _ATTRIBUTE.size
-            (acked,) = _ACKED.unpack_from(message, info + _ACKED_AT)
+            acked, received = _BYTES.unpack_from(message, info + _BYTES_AT)
             busy_us, window_us = _BUSY.unpack_from(message, info + _BUSY_AT)
-            return Connection(inode, source, target, acked, unread, max(busy_us - window_us, 0) * 1e-6)
+            busy_s = max(busy_us - window_us, 0) * 1e-6
+            return Connection(inode, source, target, acked, received, unread, busy_s)
         at += (length + 3) & ~3
     return None
 

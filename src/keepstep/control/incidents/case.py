@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.agents import Agents
+from keepstep.control.incidents.hang_evidence import Patience
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
@@ -37,6 +38,7 @@ class Desk:
     validations: Validations
     rank_moves: RankMoves  # has ranks play on other nodes
     register: Register  # gives incidents their numbers, and publishes them
+    patience: Patience  # with processes that hang
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
 
     def evidence(self, now_s: float, **known: Any) -> Evidence:
@@ -77,8 +79,14 @@ class Case:
     def _tell(self, incident: Incident, diagnosis: Diagnosis, now_s: float) -> None:
         """Publish the incident, and print it if the diagnosis is news."""
         say = how_to_say(self.incident, diagnosis)
+        if not self._is_news(diagnosis) and say == "sharper":
+            say = ""
         self.incident = noted(self._desk, incident, say, now_s)
         self._publish(say)
+
+    def _is_news(self, diagnosis: Diagnosis) -> bool:
+        """Whether another diagnosis is worth printing."""
+        return True
 
     def _finish(self, status: Status, now_s: float, say: Literal["closes", ""], **known: Any) -> None:
         """Close the case, and its incident with these further fields."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, is_traffic, unlocated
+from keepstep.control.incidents.hang_evidence import tempered
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
 from keepstep.core.finding import Finding
@@ -21,6 +22,8 @@ _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # between the first questio
 _SHARPEN_S = (3.0, 10.0, 30.0)  # when to ask again after the verdict
 _TRIES = 3  # questions after which a hang that a rank has reported counts as confirmed
 _LOOKS_AT_SILENT = 8  # questions before ranks are blamed that no agent has told anything about
+_PROOF_AGAIN_S = 5.0  # least time between looks for a proof
+_CONFIDENCES = ("low", "medium", "high")
 _MOST_TRIES = 15  # questions after which an unconfirmed hang is dropped
 
 
@@ -44,6 +47,8 @@ class HangCase(Case):
         self._sharpened = len(_SHARPEN_S) if incident else 0
         self._asked_s = 0.0
         self._verdict_s = 0.0
+        self._proof_s = math.inf  # when there may be a proof against all who are blamed, if nothing moves
+        self._told: dict[frozenset[object], int] = {}  # highest confidence told, by who was blamed
 
     def found(self, finding: Finding, now_s: float) -> None:
         """Take one more rank that makes no progress into the case; the first has all ranks asked where they are."""
@@ -52,6 +57,8 @@ class HangCase(Case):
         self._stuck[finding.rank] = finding
         self._resumed.discard(finding.rank)
         self._step = max(self._step, finding.step)
+        if self.incident is not None:
+            self._proof_s = min(self._proof_s, now_s + _PROOF_AGAIN_S)
         if self._first_s is None:
             self._first_s = now_s
             self._stuck_s, self._limit_s = finding.stuck_s, finding.limit_s
@@ -136,6 +143,9 @@ class HangCase(Case):
         elif self._sharpened < len(_SHARPEN_S) and now_s - self._verdict_s >= _SHARPEN_S[self._sharpened]:
             self._sharpened += 1
             self._ask(stacks=True, now_s=now_s)
+        elif now_s >= self._proof_s:
+            self._proof_s = math.inf
+            self._ask(stacks=True, now_s=now_s)
 
     def _relieve(self, step: int, now_s: float) -> None:
         self._finish("relieved", now_s, "closes", relief_step=max(step, 0), stuck_s=self._stuck_for(now_s))
@@ -186,7 +196,11 @@ class HangCase(Case):
     def _decide(self, now_s: float) -> Diagnosis:
         old, states = self.incident, [state for answer in self._answers for state in answer.states]
         traffic = [one for answer in self._answers for one in answer.traffic if is_traffic(one)]
-        diagnosis = self._locate(states, traffic, now_s)
+        by_rank = {state.rank: state for state in states}
+        diagnosis = tempered(
+            self._locate(states, traffic, now_s), by_rank, self.standing, self._desk.patience
+        )
+        self._proof_s = self._next_proof_s(diagnosis, by_rank, now_s)
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
         # Links that were blamed are acquitted once they have answered probes.
@@ -216,6 +230,23 @@ class HangCase(Case):
         reporting = len({state.rank for state in states})
         self._conclude(told, now_s, began, stuck_s=stuck_s, ranks_reporting=reporting)
         return diagnosis
+
+    def _next_proof_s(self, diagnosis: Diagnosis, states: Mapping[int, RankState], now_s: float) -> float:
+        """When to look again whether those who are blamed without a proof have stood still for long enough."""
+        unproven = [one.rank for one in diagnosis.culprits if one.rank in states and one.confidence != "high"]
+        left = [
+            self._desk.patience.left_s(states[rank], finding.limit_s)
+            for rank in unproven
+            if rank is not None and (finding := self.standing(rank)) is not None and states[rank].alive
+        ]
+        return now_s + max(max(left) + 1.0, _PROOF_AGAIN_S) if left else math.inf
+
+    def _is_news(self, diagnosis: Diagnosis) -> bool:
+        blamed = frozenset[object]((one.rank, one.link) for one in diagnosis.culprits)
+        confidence = min((_CONFIDENCES.index(one.confidence) for one in diagnosis.culprits), default=0)
+        before = self._told.get(blamed, -1)
+        self._told[blamed] = max(before, confidence)
+        return confidence > before
 
     def _looked_at_silence(self) -> bool:
         """Whether a silent node may be blamed: an agent that died is back within a few seconds."""

@@ -1,48 +1,110 @@
-"""Which processes may be ended for a hang: a verdict may come early, so a kill needs evidence of its own."""
+"""Which processes may be ended for a hang, and when: a verdict may come early, so a kill needs a proof of its own.
+
+The proof is about the thread that owes the next operation (`core.summary.Stillness`): for a whole patience it has kept
+to one place, and neither its process nor its children have done anything else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Incident
+from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import RankState
+from keepstep.core.summary import How, RankState
 from keepstep.report.wording import who
 
-LOOKS_S = (0.5, 0.5, 1.0, 5.0)  # times between looks at blamed ranks; the last one repeats
-APART_S = 0.4  # least time between two looks that prove that a process sleeps
+LOOKS_S = (1.0, 1.0, 2.5, 5.0)  # times between looks at blamed ranks; the last one repeats
 _MOST = 4  # most ranks blamed at once: among more it is not sure who holds up whom
-_PAUSE_S = 30.0  # any rank may pause this long: a slow disk, a compilation
-_LONG = 10.0  # a rank that computes may pause so many times as long as one that sleeps
-_NOT_ENDED = {  # why a hung process is not ended, by process state
-    "D": "rank {rank} waits in the kernel, where no signal ends it",
-    "t": "a debugger holds rank {rank}",
+_USUAL_S = 600.0  # patience with a rank of which nothing is known: any rank may pause for minutes
+_LEAST_S = 60.0  # below that a collective's timeout ends the job before keepstep would
+_BEFORE_TIMEOUT_S = 60.0  # so long before the first collective times out a process is ended
+_SPINS = 10.0  # a thread that computes may go on so many times as long as one that waits
+_NOT_ENDED: dict[How, str] = {  # why a process is not ended, by what it does
+    "moves": "rank {rank} works: {why}",
+    "kernel": "rank {rank} waits in the kernel, where no signal ends it",
+    "traced": "a debugger holds rank {rank}",
+    "unread": "of rank {rank} there is no proof: {why}",
+}
+_STANDS: dict[How, str] = {  # what a process does that is to be ended
+    "still": "nothing of it has moved for {seconds:.0f} s",
+    "spins": "it has computed for {seconds:.0f} s without an operation",
+    "stopped": "its process has been stopped for {seconds:.0f} s",
 }
 
 
-def evidence(first: RankState, last: RankState, limit_s: float) -> str:
-    """Why a process, seen in two states one after the other, will not go on by itself; "": it may.
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a process that hangs is left alone, in seconds."""
 
-    ``limit_s``: more than the longest pause that it has shown in this phase, by its own finding.
+    hang_s: float = 0.0  # with a thread that waits; 0: by the timeouts and pauses of its rank
+    stopped_s: float = 60.0  # with a stopped process: gcore, CRIU and operators let it go on
+
+    def with_rank(self, state: RankState, limit_s: float) -> float:
+        """Patience with this rank. ``limit_s``: more than the longest pause that it has shown in this phase."""
+        how = state.stillness.how if state.stillness is not None else "still"
+        if how == "stopped":
+            return self.stopped_s
+        waits_s = self.hang_s
+        if not waits_s:
+            waits_s = max(_USUAL_S, limit_s)
+            if state.timeout_s > 0:
+                waits_s = max(min(waits_s, state.timeout_s - _BEFORE_TIMEOUT_S), _LEAST_S)
+        return waits_s * (_SPINS if how == "spins" else 1.0)
+
+    def left_s(self, state: RankState, limit_s: float) -> float:
+        """The time until there is a proof against a rank, if nothing of it moves; 0 or less: there is one."""
+        since_s = state.stillness.since_s if state.stillness is not None else state.now_s
+        return self.with_rank(state, limit_s) - (state.now_s - max(since_s, state.last_progress_s))
+
+
+def proof(state: RankState, limit_s: float, patience: Patience) -> str:
+    """Why a process will not go on by itself; "": that is not proven.
+
+    ``limit_s``: the limit that its rank exceeded, by its own finding.
     """
-    same = (last.process, last.progress) == (first.process, first.progress)
-    stuck_s = last.now_s - last.last_progress_s
-    if not last.alive or not same or limit_s <= 0 or patience_left_s(last, limit_s) > 0:
+    stillness = state.stillness
+    if stillness is None or not state.alive or limit_s <= 0 or stillness.how not in _STANDS:
         return ""
-    if last.process_state == "T":
-        return "its process is stopped"
-    if first.process_state == last.process_state == "S" and last.now_s - first.now_s >= APART_S:
-        return f"asleep, no progress for {stuck_s:.0f} s"
-    return f"no progress for {stuck_s:.0f} s" if last.process_state == "R" else ""
+    if patience.left_s(state, limit_s) > 0:
+        return ""
+    seconds = state.now_s - max(stillness.since_s, state.last_progress_s)
+    where = f" ({stillness.why})" if stillness.why and stillness.how != "stopped" else ""
+    return _STANDS[stillness.how].format(seconds=seconds) + where
 
 
-def patience_left_s(state: RankState, limit_s: float) -> float:
-    """The time until there may be evidence against a rank, if it makes no progress."""
-    patience_s = limit_s
-    if state.process_state != "T":
-        patience_s = max(limit_s, _PAUSE_S) * (_LONG if state.process_state == "R" else 1.0)
-    return patience_s - (state.now_s - state.last_progress_s)
+def tempered(
+    diagnosis: Diagnosis,
+    states: Mapping[int, RankState],
+    standing: Callable[[int], Finding | None],
+    patience: Patience,
+) -> Diagnosis:
+    """The diagnosis of a hang, with no more confidence than there is proof, and with what is known of the processes.
+
+    A living rank that nobody has seen long enough may go on by itself, so it is blamed with medium confidence at most;
+    with low confidence while it works.
+    """
+    if diagnosis.kind != "hang":
+        return diagnosis
+    culprits: list[Culprit] = []
+    lines: list[str] = []
+    for culprit in diagnosis.culprits:
+        state = states.get(culprit.rank) if culprit.rank is not None else None
+        if state is None or not state.alive or culprit.confidence == "low":
+            culprits.append(culprit)
+            continue
+        finding, stillness = standing(state.rank), state.stillness
+        words = proof(state, finding.limit_s, patience) if finding is not None else ""
+        if words:
+            lines.append(f"rank {state.rank}: {words}")
+            culprits.append(culprit)
+            continue
+        works = stillness is not None and stillness.how == "moves"
+        if stillness is not None and works:
+            lines.append(f"rank {state.rank} works: {stillness.why}; it may go on by itself")
+        culprits.append(replace(culprit, confidence="low" if works else "medium"))
+    return replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *lines[:3]))
 
 
 def blamed_by(
@@ -71,7 +133,9 @@ def blamed_by(
     return blamed, ""
 
 
-def hang_outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -> tuple[str, float | None]:
+def hang_outlook(
+    blamed: Mapping[int, float], states: Mapping[int, RankState], patience: Patience
+) -> tuple[str, float | None]:
     """What will be done about the blamed ranks if nothing moves, and in how many seconds; None: nothing.
 
     ``blamed``: limits in seconds by rank; ``states``: the last known ones.
@@ -80,9 +144,9 @@ def hang_outlook(blamed: Mapping[int, float], states: Mapping[int, RankState]) -
     name = f"rank {ranks}" if len(blamed) == 1 else f"ranks {ranks}"
     known = {rank: states[rank] for rank in blamed if rank in states}
     for rank, state in known.items():
-        if state.process_state in _NOT_ENDED:
-            return f"none: {_NOT_ENDED[state.process_state].format(rank=rank)}", None
+        if state.stillness is not None and state.stillness.how in _NOT_ENDED:
+            return f"none: {_NOT_ENDED[state.stillness.how].format(rank=rank, why=state.stillness.why)}", None
     if len(known) < len(blamed) or not all(state.process and state.alive for state in known.values()):
         return f"none: it is not known where {name} {'is' if len(blamed) == 1 else 'are'}", None
-    left_s = max(patience_left_s(state, blamed[rank]) for rank, state in known.items())
-    return f"ends {name}", max(left_s, 0.0) + LOOKS_S[0]
+    left_s = max(patience.left_s(state, blamed[rank]) for rank, state in known.items())
+    return f"none yet, it may go on by itself: ends {name}", max(left_s, 0.0) + LOOKS_S[0]

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.hang_evidence import APART_S, LOOKS_S, blamed_by, evidence, patience_left_s
+from keepstep.control.incidents.hang_evidence import LOOKS_S, blamed_by, proof
 from keepstep.core.incident import Action
-from keepstep.core.summary import RankState
 from keepstep.wire.messages import Kill, States
 
-_AFTER_S = 0.05  # a look comes so long after the moment from which there may be evidence
+_AFTER_S = 0.5  # a look comes so long after the moment from which there may be a proof
 
 
 class HangRemedy:
@@ -20,16 +19,15 @@ class HangRemedy:
     def __init__(self, desk: Desk, case: HangCase, send: Callable[[Kill], bool]) -> None:
         self._desk, self.case, self._send = desk, case, send
         self.question: int | None = None
-        self._looks: dict[int, RankState] = {}  # states at the last look, by rank
         self._looked = 0
         self._looked_s = 0.0
-        self._left_s = 0.0  # time from the last look until there may be evidence against all
+        self._left_s = 0.0  # time from the last look until there may be a proof against all
 
     def tick(self, now_s: float) -> None:
         """Ask for the states of the blamed ranks again when it is time."""
         pause_s = LOOKS_S[min(self._looked, len(LOOKS_S) - 1)]
         if self._left_s > 0:
-            pause_s = min(pause_s, max(self._left_s + _AFTER_S, APART_S))
+            pause_s = min(pause_s, self._left_s + _AFTER_S)
         if self.question is not None or now_s - self._looked_s < pause_s:
             return
         homes = {home.rank for rank in self._blamed() if (home := self._desk.cluster.home(rank)) is not None}
@@ -38,19 +36,18 @@ class HangRemedy:
             self.question = self._desk.agents.ask_states(False, now_s, homes)
 
     def states(self, answers: Sequence[States]) -> None:
-        """Have processes ended against which there is evidence; repeatedly while they live, as an order may be lost."""
+        """Have processes ended against which there is a proof; repeatedly while they live, as an order may be lost."""
         self.question = None
-        before, blamed = self._looks, self._blamed()
-        self._looks = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
-        left = [patience_left_s(one, blamed[one.rank]) for one in self._looks.values()]
-        self._left_s = max(left, default=0.0)
+        blamed, patience = self._blamed(), self._desk.patience
+        states = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
+        self._left_s = max((patience.left_s(one, blamed[rank]) for rank, one in states.items()), default=0.0)
         kills: list[Kill] = []
         for rank, limit_s in blamed.items():
-            last = self._looks.get(rank)
-            why = evidence(before.get(rank, last), last, limit_s) if last else ""
-            if last is None or not why or not last.process:
+            state = states.get(rank)
+            why = proof(state, limit_s, patience) if state is not None else ""
+            if state is None or not why or not state.process:
                 return
-            kills.append(Kill(rank, last.process, f"it hung: {why}"))
+            kills.append(Kill(rank, state.process, f"it hung: {why}"))
         for kill in kills:
             if self._send(kill):
                 self.case.acted(

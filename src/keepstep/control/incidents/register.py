@@ -9,7 +9,7 @@ from typing import Literal
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
-from keepstep.control.incidents.hang_evidence import blamed_by, hang_outlook
+from keepstep.control.incidents.hang_evidence import Patience, blamed_by, hang_outlook
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
@@ -113,7 +113,8 @@ class Register:
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks)
-        return hang_outlook(blamed, states) if blamed else (f"none: {why_not}", None)
+        patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
+        return hang_outlook(blamed, states, patience) if blamed else (f"none: {why_not}", None)
 
     def _save_rings(self, incident: Incident) -> None:
         agents = self._cluster.agents()

@@ -156,6 +156,10 @@ def _add_own(group: Any) -> None:
     group.add_argument("--mitigate", metavar="auto|advise|off", help=text)
     text = "only say which process hangs (report, default), or end it when that is sure (restart, with --max-restarts)"
     group.add_argument("--on-hang", metavar="report|restart", help=text)
+    text = "how long a process that hangs is left alone (0: by its timeouts and pauses, 10 minutes or so)"
+    group.add_argument("--hang-patience", dest="hang_patience_s", type=float, metavar="S", help=text)
+    text = "how long a stopped process is left alone (60)"
+    group.add_argument("--stopped-patience", dest="stopped_patience_s", type=float, metavar="S", help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
     group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
     group.add_argument("--tls-key", metavar="PEM", help="its private key")

@@ -19,6 +19,12 @@ SETTINGS = (
         "report",
         "report: only say who hangs; restart: also end a process that hangs for sure, if restarts are left",
     ),
+    _setting(
+        "hang_patience_s",
+        0.0,
+        "how long a process that hangs is left alone; 0: by the timeouts and pauses of its rank, 10 minutes or so",
+    ),
+    _setting("stopped_patience_s", 60.0, "how long a stopped process is left alone"),
     _setting("node_name", "", "name of this node in verdicts; empty: the host name"),
     _setting("secret_file", "", "file (0600) with the secret that the processes of a run share"),
     _setting("tls_cert", "", "certificate (PEM) of this node; with tls_key and tls_ca: mutual TLS"),

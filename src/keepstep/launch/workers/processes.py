@@ -24,6 +24,7 @@ from keepstep.core.errors import RunError
 from keepstep.launch.workers.guard import Guard, signal_group
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # flag of a thread that is exiting (linux/sched.h)
 _CAP_SYS_NICE = 23
@@ -89,6 +90,8 @@ class Processes:
 
         def bind_to_launcher() -> None:
             _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+            # Lets the agent, a descendant of the launcher, read where its Python is (Yama, ptrace_scope 1).
+            _libc.prctl(_PR_SET_PTRACER, launcher, 0, 0, 0)
             if os.getppid() != launcher:  # the launcher died between fork and prctl
                 os._exit(1)
             if soft is not None:

@@ -11,57 +11,68 @@ import pytest
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.hang_evidence import blamed_by, evidence, hang_outlook
+from keepstep.control.incidents.hang_evidence import Patience, blamed_by, hang_outlook, proof, tempered
 from keepstep.control.incidents.hang_remedy import HangRemedy
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Confidence, Culprit, Incident, Link
-from keepstep.core.summary import RankState
+from keepstep.core.incident import Action, Confidence, Culprit, Diagnosis, Incident, Link
+from keepstep.core.summary import How, RankState, Stillness
 from keepstep.wire.messages import Kill, States
 
 LIMIT_S = 4.0
+_LINK = Link((0, 1), ("node-0", "node-1"))
+PATIENCE = Patience(hang_s=30.0, stopped_s=60.0)
 ASLEEP = RankState(
-    2, True, 7, 1, 90.0, 100, 61.0, 100.0, process_state="S", process=77
-)  # 39 s without progress
-LATER = replace(ASLEEP, now_s=100.5)
-STOPPED = replace(ASLEEP, process_state="T", last_progress_s=95.0)
+    *(2, True, 7, 1, 90.0, 100, 61.0, 100.0),  # 39 s without progress
+    process_state="S",
+    process=77,
+    stillness=Stillness("still", 62.0, "wait (train.py:14)"),
+)
 
 
-def computing(since_s: float) -> RankState:
-    return replace(LATER, process_state="R", last_progress_s=LATER.now_s - since_s)
+def doing(how: How, seconds: float, why: str = "") -> RankState:
+    """The rank, which has done this for so long."""
+    return replace(ASLEEP, last_progress_s=100.0 - seconds, stillness=Stillness(how, 100.0 - seconds, why))
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "limit_s", "why"),
+    ("state", "limit_s", "why"),
     [
-        (ASLEEP, LATER, LIMIT_S, "asleep, no progress for 40 s"),
-        (ASLEEP, LATER, 60.0, ""),  # a pause as long as others that it has shown
-        (ASLEEP, ASLEEP, LIMIT_S, ""),  # one look only
-        (
-            replace(ASLEEP, last_progress_s=75.0),
-            replace(LATER, last_progress_s=75.0),
-            LIMIT_S,
-            "",
-        ),  # a slow disk
-        (ASLEEP, LATER, 0.0, ""),  # no pause is known to compare with
-        (ASLEEP, replace(LATER, progress=101), LIMIT_S, ""),
-        (ASLEEP, replace(LATER, process=78), LIMIT_S, ""),
-        (ASLEEP, replace(LATER, process_state="D"), LIMIT_S, ""),
-        (computing(200.0), computing(200.0), LIMIT_S, ""),  # perhaps for long
-        (computing(301.0), computing(301.0), LIMIT_S, "no progress for 301 s"),
-        (STOPPED, STOPPED, LIMIT_S, "stopped"),
-        (STOPPED, STOPPED, 6.0, ""),
-        (
-            replace(ASLEEP, process_state="t"),
-            replace(LATER, process_state="t"),
-            LIMIT_S,
-            "",
-        ),  # a debugger holds it
-        (ASLEEP, replace(LATER, alive=False, process_state=""), LIMIT_S, ""),
+        (ASLEEP, LIMIT_S, "nothing of it has moved for 38 s (wait (train.py:14))"),
+        (doing("still", 29.0), LIMIT_S, ""),
+        (replace(doing("still", 39.0), last_progress_s=75.0), LIMIT_S, ""),
+        (ASLEEP, 0.0, ""),  # no pause is known to compare with
+        (replace(ASLEEP, alive=False), LIMIT_S, ""),
+        (replace(ASLEEP, stillness=None), LIMIT_S, ""),
+        (doing("spins", 299.0, "it computes"), LIMIT_S, ""),  # perhaps for long
+        (doing("spins", 301.0, "it computes"), LIMIT_S, "it has computed for 301 s without an operation"),
+        (doing("stopped", 59.0), LIMIT_S, ""),
+        (doing("stopped", 61.0), LIMIT_S, "its process has been stopped for 61 s"),
+        (doing("moves", 9000.0, "its child processes compute"), LIMIT_S, ""),
+        (doing("kernel", 9000.0), LIMIT_S, ""),
+        (doing("traced", 9000.0), LIMIT_S, ""),
+        (doing("unread", 9000.0), LIMIT_S, ""),
     ],
 )
-def test_evidence(first: RankState, last: RankState, limit_s: float, why: str) -> None:
-    found = evidence(first, last, limit_s)
-    assert (why in found) if why else found == ""
+def test_proof(state: RankState, limit_s: float, why: str) -> None:
+    found = proof(state, limit_s, PATIENCE)
+    assert found.startswith(why) if why else found == ""
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "limit_s", "seconds"),
+    [
+        (0.0, 4.0, 600.0),  # nothing is known of its timeouts
+        (1800.0, 4.0, 600.0),
+        (1800.0, 900.0, 900.0),  # twice the longest pause of this phase
+        (600.0, 4.0, 540.0),  # a minute before torch would end the job
+        (60.0, 4.0, 60.0),  # torch ends the job, keepstep never does
+    ],
+)
+def test_patience_by_timeouts_and_pauses(timeout_s: float, limit_s: float, seconds: float) -> None:
+    state = replace(doing("still", 0.0), timeout_s=timeout_s)
+    assert Patience().with_rank(state, limit_s) == seconds
+    spins = replace(state, stillness=Stillness("spins", 100.0))
+    assert Patience().with_rank(spins, limit_s) == 10 * seconds
 
 
 class Stand:
@@ -84,6 +95,7 @@ class Stand:
         self.stuck = {rank: Finding("hang", rank, "node-0", 0.0, 7, limit_s=LIMIT_S) for rank in ranks}
         self.actions: list[Action] = []
         self.agents = self
+        self.patience = PATIENCE
         self.remedy = HangRemedy(cast("Desk", self), cast("HangCase", self), self.send)
 
     def ask_states(self, stacks: bool, now_s: float, nodes: Collection[int] | None = None) -> int:
@@ -106,13 +118,13 @@ class Stand:
             self.remedy.states([States(self.remedy.question, 0, states)])
 
 
-def test_two_looks_at_a_sleeper_and_its_process_is_ended() -> None:
+def test_with_a_proof_its_process_is_ended() -> None:
     stand = Stand()
-    stand.look(10.0, ASLEEP)
+    stand.look(10.0, doing("still", 29.0))
     assert not stand.sent
-    stand.look(10.2, LATER)  # too early
+    stand.look(10.5, ASLEEP)  # too early
     assert stand.asked == [{0}]
-    stand.look(10.6, LATER)
+    stand.look(11.6, ASLEEP)
     assert [(kill.rank, kill.process) for kill in stand.sent] == [(2, 77)]
     assert [action.name for action in stand.actions] == ["end the hung process"]
 
@@ -121,11 +133,11 @@ def test_an_order_that_was_lost_is_repeated() -> None:
     stand = Stand()
     stand.reachable = False
     for at_s in (0.0, 1.0, 2.0):
-        stand.look(10.0 + at_s, STOPPED)
+        stand.look(10.0 + at_s, ASLEEP)
     assert not stand.actions
     stand.reachable = True
-    stand.look(20.0, STOPPED)
-    stand.look(30.0, STOPPED)
+    stand.look(20.0, ASLEEP)
+    stand.look(30.0, ASLEEP)
     assert len(stand.sent) == 2
 
 
@@ -138,7 +150,7 @@ def test_an_order_that_was_lost_is_repeated() -> None:
     ],
 )
 def test_nobody_is_ended_when_it_is_not_sure_who(stand: Stand) -> None:
-    stand.look(10.0, *(replace(STOPPED, rank=rank) for rank in stand.stuck))
+    stand.look(10.0, *(replace(ASLEEP, rank=rank) for rank in stand.stuck))
     assert not stand.asked
     assert not stand.sent
 
@@ -146,60 +158,79 @@ def test_nobody_is_ended_when_it_is_not_sure_who(stand: Stand) -> None:
 def test_who_went_on_or_has_no_finding_of_its_own_is_left_alone() -> None:
     stand = Stand()
     stand.stuck.clear()
-    stand.look(10.0, STOPPED)
+    stand.look(10.0, ASLEEP)
     assert not stand.asked
 
 
 def test_of_two_both_or_none() -> None:
     stand = Stand(ranks=(2, 3))
-    stand.look(10.0, STOPPED, replace(STOPPED, rank=3, process_state="R", process=78))
+    stand.look(10.0, ASLEEP, replace(doing("moves", 90.0), rank=3, process=78))
     assert not stand.sent
-    stand.look(20.0, STOPPED, replace(STOPPED, rank=3, process=78))
+    stand.look(20.0, ASLEEP, replace(ASLEEP, rank=3, process=78))
     assert [kill.process for kill in stand.sent] == [77, 78]
 
 
 def test_a_look_comes_when_the_patience_ends() -> None:
     stand = Stand()
     asked: list[int] = []
-    for at_s in (10.0, 10.6, 11.7, 12.0, 12.15):  # without progress since -18.0
-        stand.look(at_s, replace(ASLEEP, last_progress_s=72.0, now_s=90.0 + at_s))
+    for at_s in (10.0, 11.1, 12.2, 15.0, 15.6, 17.0, 18.2, 18.7):  # still since -12.0
+        stand.look(at_s, replace(doing("still", 22.0 + at_s - 10.0), now_s=100.0))
         asked.append(len(stand.asked))
-    assert asked == [1, 2, 3, 3, 4]  # not 5 s after the one before
+    assert asked == [1, 2, 3, 4, 4, 4, 4, 5]  # not 5 s after the one before
     assert len(stand.sent) == 1
 
 
 @pytest.mark.parametrize(
     ("state", "said", "in_s"),
     [
-        (ASLEEP, "ends rank 2", 0.5),  # still for longer than anybody is waited for
-        (replace(ASLEEP, last_progress_s=99.0), "ends rank 2", 29.5),
-        (replace(ASLEEP, last_progress_s=99.0, process_state="R"), "ends rank 2", 299.5),
-        (STOPPED, "ends rank 2", 0.5),
-        (replace(STOPPED, last_progress_s=99.0), "ends rank 2", 3.5),
-        (
-            replace(ASLEEP, process_state="D"),
-            "none: rank 2 waits in the kernel, where no signal ends it",
-            None,
-        ),
-        (replace(ASLEEP, process_state="t"), "none: a debugger holds rank 2", None),
+        (ASLEEP, "none yet, it may go on by itself: ends rank 2", 1.0),
+        (doing("still", 1.0), "none yet, it may go on by itself: ends rank 2", 30.0),
+        (doing("spins", 1.0), "none yet, it may go on by itself: ends rank 2", 300.0),
+        (replace(ASLEEP, stillness=None), "none yet, it may go on by itself: ends rank 2", 31.0),
+        (doing("stopped", 5.0), "none yet, it may go on by itself: ends rank 2", 56.0),
+        (doing("kernel", 5.0), "none: rank 2 waits in the kernel, where no signal ends it", None),
+        (doing("traced", 5.0), "none: a debugger holds rank 2", None),
+        (doing("moves", 5.0, "it computes"), "none: rank 2 works: it computes", None),
+        (doing("unread", 5.0, "it has ended"), "none: of rank 2 there is no proof: it has ended", None),
         (replace(ASLEEP, process=0), "none: it is not known where rank 2 is", None),
     ],
 )
 def test_what_will_be_done_is_said_before_it_is_done(state: RankState, said: str, in_s: float | None) -> None:
-    assert hang_outlook({2: LIMIT_S}, {2: state}) == (said, in_s)
+    assert hang_outlook({2: LIMIT_S}, {2: state}, PATIENCE) == (said, in_s)
 
 
 def test_of_several_the_last_one_counts() -> None:
-    states = {2: ASLEEP, 3: replace(ASLEEP, rank=3, last_progress_s=99.0)}
-    assert hang_outlook({2: LIMIT_S, 3: LIMIT_S}, states) == ("ends ranks 2-3", 29.5)
-    assert hang_outlook({2: LIMIT_S, 4: LIMIT_S}, states)[1] is None
+    states = {2: ASLEEP, 3: replace(doing("still", 1.0), rank=3)}
+    what, in_s = hang_outlook({2: LIMIT_S, 3: LIMIT_S}, states, PATIENCE)
+    assert what.endswith("ends ranks 2-3")
+    assert in_s == 30.0
+    assert hang_outlook({2: LIMIT_S, 4: LIMIT_S}, states, PATIENCE)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("state", "confidence", "words"),
+    [
+        (ASLEEP, "high", "rank 2: nothing of it has moved for 38 s (wait (train.py:14))"),
+        (doing("still", 5.0), "medium", ""),
+        (replace(ASLEEP, stillness=None), "medium", ""),
+        (doing("moves", 5.0, "it computes"), "low", "rank 2 works: it computes; it may go on by itself"),
+        (replace(ASLEEP, alive=False, process_state=""), "high", ""),
+    ],
+)
+def test_nobody_is_blamed_with_more_confidence_than_there_is_proof(
+    state: RankState, confidence: Confidence, words: str
+) -> None:
+    told = Diagnosis("hang", (Culprit(2, confidence="high"),), evidence=("seen",))
+    finding = Finding("hang", 2, "node-0", 0.0, 7, limit_s=LIMIT_S)
+    found = tempered(told, {2: state}, lambda _: finding, PATIENCE)
+    assert [one.confidence for one in found.culprits] == [confidence]
+    assert found.evidence == (("seen", words) if words else ("seen",))
+    link = replace(told, culprits=(Culprit(link=_LINK, confidence="high"),))
+    assert tempered(link, {2: state}, lambda _: finding, PATIENCE) == link
 
 
 def _hang(*culprits: Culprit, kind: Any = "hang") -> Incident:
     return Incident(1, kind, 7, 7, None, None, culprits, (), (), ())
-
-
-_LINK = Link((0, 1), ("node-0", "node-1"))
 
 
 @pytest.mark.parametrize(
