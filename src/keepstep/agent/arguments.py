@@ -26,6 +26,7 @@ class Arguments:
     rings: dict[int, str]  # paths of the rings by rank
     orders: dict[int, str]  # paths of the orders pages by rank
     links: dict[int, str]  # paths of the link tables by rank
+    workers: dict[int, int]  # process ids by rank
     tls: TlsPaths | None
     cache: str  # address of the node's cache; "": there is none
     world_size: int
@@ -48,6 +49,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--ring", required=True, dest="rings", action="append", metavar="RANK=PATH")
     parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
     parser.add_argument("--links", default=[], action="append", metavar="RANK=PATH")
+    parser.add_argument("--worker", default=[], dest="workers", action="append", metavar="RANK=PID")
     parser.add_argument("--cache", default="", metavar="ADDRESS")
     parser.add_argument("--world-size", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="", metavar="PATH_OR_URL")
@@ -61,6 +63,10 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     given["tls"] = TlsPaths.of(*(given.pop(name) for name in ("tls_cert", "tls_key", "tls_ca")))
     for name, flag in (("rings", "--ring"), ("orders", "--orders"), ("links", "--links")):
         given[name] = _paths(flag, given[name])
+    pids = _paths("--worker", given["workers"])
+    if wrong := next((pid for pid in pids.values() if not pid.isascii() or not pid.isdigit()), ""):
+        raise UsageError(f"--worker …={wrong}: wants RANK=PID, for example 3=4711")
+    given["workers"] = {rank: int(pid) for rank, pid in pids.items()}
     return Arguments(**given)
 
 

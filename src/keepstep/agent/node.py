@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.host_ring import HostRing, process_groups
 from keepstep.agent.ranks.states import operations_in_flight, python_stack, rank_state
 from keepstep.agent.ranks.step_log import StepLog
@@ -44,6 +46,9 @@ _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
+_STARTING_NS = (
+    30_000_000_000  # a hang in the start-up is told so often: the others may come to wait for it later
+)
 _SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
@@ -64,6 +69,7 @@ class _Ring:
     ended: bool = False  # its process is gone or has closed the ring
     stopped_since_ns: int = 0  # since when its process has been seen stopped; 0: it was not at the last look
     next_look_ns: int = 0
+    next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     groups: int = 0  # how many of its groups have been sent or need not be
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
@@ -84,12 +90,16 @@ class NodeAgent:
         orders: Mapping[int, str] | None = None,
         links: Mapping[int, str] | None = None,
         gpus: Gpus | None = None,
+        workers: Mapping[int, int] | None = None,
     ) -> None:
+        """``workers``: process ids by rank, as far as they are known before the ranks open their rings."""
         self._links = links or {}
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
             _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
         ]
+        for ring in self._rings:
+            ring.process = identify(workers[ring.rank]) if workers and ring.rank in workers else None
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
         # Iterations that are not logged yet, with their start in Unix time.
@@ -264,6 +274,7 @@ class NodeAgent:
             ring.reader = HostRing(ring.path)
         header = ring.reader.header
         if not header.pid:
+            self._look(ring, None, now_ns)
             return False
         before = ring.header
         if before is None or (header.pid, header.incarnation) != (before.pid, before.incarnation):
@@ -284,19 +295,36 @@ class NodeAgent:
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
             ring.next_look_ns = now_ns + 2 * _STILL_NS
             self._note_stopped(ring, self._process_state(ring), now_ns)
-        stopped_ns = now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0
-        held = self._holding.held(ring.rank, now_ns)
-        in_flight = ring.reader.in_flight
-        found = None if ring.ended else track.look(now_ns, in_flight, stopped_ns=stopped_ns, held=held)
-        if found is not None:
-            ring.ended = ring.process is None or not alive(ring.process)
-            if not ring.ended:  # the launcher, not the agent, reports dead processes
-                logger.info("rank %d: %s", ring.rank, found)
-                self._send(Found(found))
+        self._look(ring, ring.reader.in_flight, now_ns)
         return len(batch.started) + len(batch.finished) > 0
+
+    def _look(self, ring: _Ring, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
+        """Check whether a rank makes progress; ``in_flight`` None: its process has not opened the ring yet."""
+        if ring.ended or (in_flight is None and ring.process is None):
+            return
+        stillness = self._activity.stillness(ring.rank)
+        since_s = stillness.since_s if stillness is not None and stillness.how == "still" else math.inf
+        found = ring.track.look(
+            now_ns,
+            in_flight,
+            stopped_ns=now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0,
+            held=self._holding.held(ring.rank, now_ns),
+            still_ns=max(now_ns - int(since_s * 1e9), 0) if since_s < math.inf else 0,
+        )
+        if found is None and now_ns >= ring.next_telling_ns > 0:
+            found = ring.track.standing.get("hang")
+        if found is None:
+            return
+        ring.next_telling_ns = now_ns + _STARTING_NS if found.kind == "hang" and found.step < 1 else 0
+        ring.ended = ring.process is None or not alive(ring.process)
+        if not ring.ended:  # the launcher, not the agent, reports dead processes
+            logger.info("rank %d: %s", ring.rank, found)
+            self._send(Found(found))
 
     def _attach(self, ring: _Ring, header: RingHeader) -> None:
         """Start afresh for a process that has claimed the ring."""
+        if (hung := ring.track.standing.get("hang")) is not None:
+            self._send(Found(replace(hung, kind="resumed", time_s=time.monotonic())))
         if ring.header is not None:
             ring.reader = HostRing(ring.path)
             self._log_steps()
@@ -372,7 +400,7 @@ class NodeAgent:
             return None
         state = self._process_state(ring)
         process = ring.process.pid if ring.process is not None else 0
-        if ring.header is None:  # the script has not made its first record yet
+        if ring.header is None and ring.process is None:  # nothing is known of it yet
             state = "?"
         try:
             reader = ring.reader

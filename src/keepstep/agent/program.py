@@ -69,6 +69,7 @@ class Program:
             arguments.orders,
             arguments.links,
             self._gpus,
+            arguments.workers,
         )
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()

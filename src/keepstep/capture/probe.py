@@ -17,6 +17,7 @@ from keepstep.capture.patches import Patches
 from keepstep.capture.phases import Phases
 from keepstep.capture.recorder import Recorder, harmless
 from keepstep.capture.reducer import ReducerWaits
+from keepstep.capture.set_up import SetUp
 from keepstep.capture.sites import finder
 from keepstep.capture.twins import Twins
 from keepstep.worker import milestones as _milestones
@@ -37,12 +38,14 @@ class Probe:
         self._operations = Operations(self.recorder, self._groups, here, reducer)
         self._phases = Phases(self.recorder, self._patches, reducer.buckets)
         self._twins = Twins(self.recorder, self._operations)
+        self._set_up = SetUp(self.recorder, here)
 
     def install(self) -> None:
         """Hook torch. What this version of torch lacks is noted in the ring's sites table."""
         self._part("operations", lambda: self._operations.install(self._patches))
         self._part("phases", self._phases.install)
         self._part("calls from C++", lambda: self._twins.install(self._lasting))
+        self._part("set-up", lambda: self._set_up.install(self._patches))
         self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
         self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
         self.recorder.on_give_up = self._patches.restore

@@ -8,6 +8,7 @@ from keepstep.core.events import Phase
 
 _MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.COMPILE})
 _STARTUP_LIMIT_S, _PAUSE_LIMIT_S, _FLOOR_S = 600.0, 30.0, 1.0
+_STILL_LIMIT_S = 30.0  # for a process that does nothing at all in the start-up
 _GAPS_NEEDED = 3  # pauses of a phase that show what is usual for it
 _STEPS_NEEDED = 2  # finished steps after which the job is no longer starting up
 _GENERATION = 512  # gaps after which the longest of them becomes the previous longest
@@ -30,7 +31,8 @@ class HangDetector:
     Gaps between changes of the progress count are remembered per phase (the longest of the last 512 to
     1,024). The limit is twice that, but at least a second. Pauses that were never seen get more:
 
-    - until two steps are done, everything (imports, compilation, a first step of a minute): ten minutes;
+    - until two steps are done, everything (imports, compilation, a first step of a minute): ten minutes,
+      but 30 seconds for a process that does nothing at all and is not ``waiting``;
     - a phase with fewer than three gaps, and evaluations and checkpoints until there were three of them:
       30 seconds, since such pauses end by themselves;
     - compilation, however often it was seen: ten minutes;
@@ -97,6 +99,7 @@ class HangDetector:
         stopped_s: float = 0.0,
         held: bool = False,
         moved_s: float | None = None,
+        still_s: float = 0.0,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
@@ -106,7 +109,7 @@ class HangDetector:
         ``stopped_s``: for how long its process has been seen stopped. ``held``: whoever observes keeps the job
         waiting; such time is neither a standstill nor a gap to learn from. ``moved_s``: when it made its last
         progress, where that is known better than by looking now and then; ``overdue_s`` is counted from it, a
-        report from the look that saw it.
+        report from the look that saw it. ``still_s``: for how long its process has done nothing at all.
         """
         if step >= 0:
             self._steps += max(0, step - self._step) if self._step is not None else 0
@@ -132,6 +135,8 @@ class HangDetector:
         waited_s = now_s - self._since_s
         self.overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
         limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting)
+        if self._steps < _STEPS_NEEDED and not waiting and still_s > _STILL_LIMIT_S:
+            limit_s = min(limit_s, _STILL_LIMIT_S)
         if self.stuck is not None or stuck_s <= limit_s:
             return None
         self._stopped = stopped

@@ -51,7 +51,12 @@ class Launcher:
         self._job, self._run = job, LocalRun(job, folder, secret, Processes(guard, descriptors=raise_limit()))
         self._course = course = Course()
         self._caching = NodeCache(self._run)
-        self._watching = Watching(self._run, self._caching, where=lambda: (course.place, self._controller.at))
+        self._watching = Watching(
+            self._run,
+            self._caching,
+            where=lambda: (course.place, self._controller.at),
+            workers=lambda: self._crew.pids,
+        )
         self._controller = Hosting(
             self._run,
             ready=self._on_controller,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keepstep.core.events import Flag
+from keepstep.core.events import SET_UP, Flag
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import Batch, RingReader
 
@@ -36,8 +36,8 @@ class HostRing(RingReader):
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
-    """The process groups of torch among the groups of a ring, without communicators of the NCCL shim."""
-    return [group for group in groups if group.backend != BACKEND]
+    """The process groups of torch among the groups of a ring: no communicators of the NCCL shim, and not ``SET_UP``."""
+    return [group for group in groups if group.backend != BACKEND and group.name != SET_UP]
 
 
 def _judged(rows: Any) -> Any:

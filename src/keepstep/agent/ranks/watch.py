@@ -83,11 +83,13 @@ class RankWatch:
         stopped_s: float = 0.0,
         held: bool = False,
         moved_s: float | None = None,
+        still_s: float = 0.0,
     ) -> Finding | None:
         """Take the rank's progress at ``now_s``: the number of records that have begun or ended so far.
 
         ``waiting``: the rank is blocked in an operation. ``stopped_s``: for how long its process has been stopped.
-        ``held``: a hold is in force. ``moved_s``: when its last record began or ended.
+        ``held``: a hold is in force. ``moved_s``: when its last record began or ended. ``still_s``: for how long its
+        process has done nothing at all.
         """
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
@@ -102,6 +104,7 @@ class RankWatch:
             stopped_s=stopped_s,
             held=held,
             moved_s=moved_s,
+            still_s=still_s,
         )
         if stuck is not None:
             return Finding("hang", *seen, stuck_s=stuck.stuck_s, limit_s=stuck.limit_s, phase=phase)

@@ -10,10 +10,11 @@ from keepstep.control.incidents.case import Case, Desk, is_traffic, unlocated
 from keepstep.control.incidents.hang_evidence import tempered
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
+from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import PathProbe, PeerTraffic, RankState
+from keepstep.core.summary import GroupInfo, PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # between questions while the hang is not confirmed
@@ -210,6 +211,9 @@ class HangCase(Case):
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it too long
+        if old is None and self._step < 0 and not diagnosis.culprits:
+            self.closed = self._tries >= _MOST_TRIES
+            return diagnosis  # in the start-up nobody waits for those that do nothing yet
         if old is None and silence and not self._looked_at_silence():
             return diagnosis  # probes will show whether the node, a path to it, or only its agent has failed
         told = diagnosis
@@ -263,6 +267,8 @@ class HangCase(Case):
                 probes=self._probes,
                 addresses=cluster.addresses(),
             )
+            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(cluster.known_ranks))), **evidence.groups}
+            evidence = replace(evidence, groups=groups)
             diagnosis = desk.locators.hang(evidence)
             if desk.locators.waits_seen(evidence):
                 return diagnosis

@@ -24,9 +24,14 @@ class Watching:
     """The agent, and the ``rings`` of the newest incarnation. What fails of them is said once, and the job runs on."""
 
     def __init__(
-        self, run: LocalRun, caching: NodeCache, where: Callable[[], tuple[Place | None, Endpoint | None]]
+        self,
+        run: LocalRun,
+        caching: NodeCache,
+        where: Callable[[], tuple[Place | None, Endpoint | None]],
+        workers: Callable[[], Mapping[int, int]],
     ) -> None:
-        """``where``: tells this node's place and the controller's address, as they are now."""
+        """``where``: tells this node's place and the controller's address, ``workers`` process ids by rank, as now."""
+        self._workers = workers
         self._run, self._caching, self._where = run, caching, where
         self.rings = Rings()
         self._agent: Companion | None = None
@@ -137,7 +142,8 @@ class Watching:
         cache = self._caching.address
         log = run.folder / "nodes" / str(place.node_rank) / "agent.log"
 
-        command = partial(agent_command, run.job, run.folder, run.secret, controller, place, pages, cache)
+        words = (run.job, run.folder, run.secret, controller, place, pages, cache, self._workers)
+        command = partial(agent_command, *words)
 
         def gave_up(reason: str) -> None:
             self._gave_up = True

@@ -238,11 +238,12 @@ def agent_command(
     place: Place,
     pages: Mapping[str, Mapping[int, str]],
     cache: str,
+    workers: Callable[[], Mapping[int, int]] = dict[int, int],
 ) -> list[str]:
     """The agent's command line.
 
     ``pages``: paths by rank of what workers and agent share, by flag: ``ring``, ``orders`` and ``links``. ``cache``:
-    the address of the node's cache, "" without one.
+    the address of the node's cache, "" without one. ``workers()``: process ids by rank.
     """
     command = [
         *_program("keepstep.agent", job, folder, secret),
@@ -261,6 +262,8 @@ def agent_command(
     for flag, paths in pages.items():
         for rank, path in sorted(paths.items()):
             command += [f"--{flag}", f"{rank}={path}"]
+    for rank, pid in sorted(workers().items()):
+        command += ["--worker", f"{rank}={pid}"]
     return command
 
 

@@ -84,6 +84,12 @@ class Workers:
         return [child for child in self._children.values() if child.alive]
 
     @property
+    def pids(self) -> dict[int, int]:
+        """The processes of ``alive``, by rank."""
+        children = ((plan.rank, self._children.get(plan.local_rank)) for plan in self._plans)
+        return {rank: child.pid for rank, child in children if child is not None and child.alive}
+
+    @property
     def exit_code(self) -> int:
         """The root cause's exit code; where the launcher's signal replaced that, the code of the failure seen first."""
         root = first(self.failures)
@@ -227,6 +233,11 @@ class Crew:
     def failures(self) -> list[Failure]:
         """Failures in the newest incarnation, in the order in which they were seen."""
         return self.workers.failures if self.workers else []
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Processes of the newest incarnation that have not ended, by rank."""
+        return self.workers.pids if self.workers else {}
 
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:
         """Begin an incarnation. ``environment``: what each worker alone is given, by local rank.

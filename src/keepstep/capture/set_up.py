@@ -1,0 +1,74 @@
+"""Records the set-up of process groups, so that a rank that never comes to it is missed by those that wait there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+from keepstep.capture.native import Here
+from keepstep.capture.patches import Patches
+from keepstep.capture.recorder import Recorder
+from keepstep.core.events import SET_UP, WORLD_PEER, Flag, Kind, Op
+from keepstep.ring import Operation
+
+_LOCAL = "use_local_synchronization"  # with it only the members call `new_group`
+_LOCAL_AT = 5  # its place among the arguments of `_new_group_with_tag`
+
+
+class SetUp:
+    """Each call that all ranks make together to set up a group is recorded as a barrier of the group ``SET_UP``."""
+
+    def __init__(self, recorder: Recorder, here: Here) -> None:
+        self._recorder, self._here = recorder, here
+        self._inside = False
+
+    def install(self, patches: Patches) -> None:
+        """Record ``init_process_group``, under both of its names, and ``new_group``."""
+        for owner in (distributed_c10d, torch.distributed):
+            patches.replace(owner, "init_process_group", self._recorded)
+        patches.replace(distributed_c10d, "_new_group_with_tag", self._recorded)
+
+    def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        here = self._here
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            operation = self._begin(here()) if not self._inside and self._is_of_all(args, kwargs) else None
+            if operation is None:
+                return original(*args, **kwargs)
+            self._inside = True
+            try:
+                made = original(*args, **kwargs)
+            except BaseException:
+                operation.fail()
+                raise
+            finally:
+                self._inside = False
+            operation()
+            return made
+
+        return call
+
+    def _is_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether all ranks make this call, and this process is watched."""
+        some = kwargs.get("world_size", -1) not in (-1, int(os.environ.get("WORLD_SIZE", "1")))
+        alone = kwargs.get(_LOCAL) or (len(args) > _LOCAL_AT and args[_LOCAL_AT] is True)
+        return not some and not alone and self._recorder.claim() and self._recorder.start is not None
+
+    def _begin(self, site: int) -> Operation | None:
+        """Record that this rank is there; None where that fails."""
+        writer, start = self._recorder.writer, self._recorder.start
+        if writer is None or start is None:
+            return None
+        try:
+            group = writer.group(SET_UP, range(int(os.environ.get("WORLD_SIZE", "1"))), "", "")
+            kind, op, flags = int(Kind.COLLECTIVE), int(Op.BARRIER), int(Flag.SYNC_KNOWN)
+            return start(kind, op, group, WORLD_PEER, 0, flags, site)
+        except Exception as error:
+            self._recorder.stumbled(error)
+            return None
