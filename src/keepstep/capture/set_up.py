@@ -56,9 +56,22 @@ class SetUp:
 
     def _is_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether all ranks make this call, and this process is watched."""
-        some = kwargs.get("world_size", -1) not in (-1, int(os.environ.get("WORLD_SIZE", "1")))
+        started, given = _world(), kwargs.get("world_size", -1)
+        if isinstance(given, int) and given > started and kwargs.get("rank") is not None:
+            self._started_elsewhere(given, first=kwargs["rank"] == 0)
         alone = kwargs.get(_LOCAL) or (len(args) > _LOCAL_AT and args[_LOCAL_AT] is True)
+        some = given not in (-1, started)
         return not some and not alone and self._recorder.claim() and self._recorder.start is not None
+
+    def _started_elsewhere(self, world: int, *, first: bool) -> None:
+        """Leave a rank alone that the script has started by itself; its first rank says so."""
+        if first:
+            self._recorder.give_up(
+                f"the script starts ranks itself ({world}, where keepstep run started {_world()}), so that nobody can "
+                f"tell them apart: start each with keepstep run --nproc-per-node {world}"
+            )
+        else:
+            self._recorder.stop()
 
     def _begin(self, site: int) -> Operation | None:
         """Record that this rank is there; None where that fails."""
@@ -66,9 +79,14 @@ class SetUp:
         if writer is None or start is None:
             return None
         try:
-            group = writer.group(SET_UP, range(int(os.environ.get("WORLD_SIZE", "1"))), "", "")
+            group = writer.group(SET_UP, range(_world()), "", "")
             kind, op, flags = int(Kind.COLLECTIVE), int(Op.BARRIER), int(Flag.SYNC_KNOWN)
             return start(kind, op, group, WORLD_PEER, 0, flags, site)
         except Exception as error:
             self._recorder.stumbled(error)
             return None
+
+
+def _world() -> int:
+    """Number of ranks that the launchers have started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,19 +7,21 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from keepstep.agent.arguments import parse
 from keepstep.agent.node import NodeAgent
+from keepstep.agent.sensors.activity import Suspect
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.agent.sensors.sockets import SocketSensor, connections
 from keepstep.core.errors import UsageError
 from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.summary import Stillness
 from keepstep.ring import RingReader, RingWriter, create, orders
-from keepstep.wire import Groups, Message, ProfileRequest, StateRequest
+from keepstep.wire import Found, Groups, Message, ProfileRequest, StateRequest
 
 
 class Node:
@@ -226,6 +228,38 @@ def test_an_unclaimed_ring_is_a_rank_on_its_way(tmp_path: Path) -> None:
     beat = agent.heartbeat(time.monotonic_ns()).ranks[0]
     assert (beat.step, beat.phase, beat.alive, beat.progress) == (-1, Phase.STARTUP, True, 0)
     assert agent.save_rings() == 0
+    agent.close()
+    os.close(descriptor)
+
+
+def test_a_process_that_is_still_before_it_opens_its_ring_is_missed_and_told_again(tmp_path: Path) -> None:
+    """The process itself is this test's, the time is not, and what it is seen to do is given."""
+    descriptor, sent = create(256), list[Message]()
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    agent = NodeAgent({0: path}, "here", 0, tmp_path, sent.append, workers={0: os.getpid()})
+
+    class Still:
+        def look(self, now_s: float, suspects: Mapping[int, Suspect]) -> None:
+            assert suspects[0].process.pid == os.getpid()
+
+        def stillness(self, rank: int) -> Stillness:
+            return Stillness("still", begun_s)
+
+    agent._activity = Still()  # type: ignore[assignment]
+    begun_ns = time.monotonic_ns()
+    begun_s = begun_ns * 1e-9
+    for tenth in range(750):
+        agent.poll(begun_ns + tenth * 100_000_000)
+    found = [message.finding for message in sent if isinstance(message, Found)]
+    assert [(one.kind, one.rank, one.step) for one in found] == [("hang", 0, -1)] * 2
+    (state,) = asyncio.run(agent.states(StateRequest(1))).states
+    assert state.alive
+    assert state.stillness is not None
+    sent.clear()
+    writer = RingWriter(descriptor, rank=0, world_size=1)
+    agent.poll(begun_ns + 76_000_000_000)
+    assert [message.finding.kind for message in sent if isinstance(message, Found)] == ["resumed"]
+    writer.close()
     agent.close()
     os.close(descriptor)
 

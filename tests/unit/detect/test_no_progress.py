@@ -271,3 +271,26 @@ def test_held_time_is_no_standstill_and_nothing_to_learn_from() -> None:
     assert held.observe(now_s + 100, progress + 1, Phase.EVALUATION, step=9) is not None
     assert held.observe(now_s + 101, progress + 1, Phase.EVALUATION, step=9, held=True) is None
     assert held.stuck is not None  # what was stuck before stays so
+
+
+@pytest.mark.parametrize(
+    ("still_s", "waiting", "reported_s"),
+    [
+        (0.0, False, 600.0),  # it imports, downloads or compiles
+        (29.0, False, 600.0),
+        (31.0, False, 30.0),
+        (31.0, True, 600.0),  # those that wait for it are not to blame
+    ],
+)
+def test_a_process_that_does_nothing_is_missed_early_in_the_start_up(
+    still_s: float, waiting: bool, reported_s: float
+) -> None:
+    for step in (-1, 0):  # before the ring is opened, and in the first steps
+        detector, first_s = HangDetector(), None
+        for tenth in range(7000):
+            now_s = tenth / 10
+            still_now_s = now_s if still_s > 30 else min(now_s, still_s)
+            found = detector.observe(now_s, 0, Phase.STARTUP, step=step, waiting=waiting, still_s=still_now_s)
+            if found is not None and first_s is None:
+                first_s = found.stuck_s
+        assert first_s == pytest.approx(reported_s, abs=0.2)
