@@ -302,6 +302,7 @@ def main() -> int:
     count, steps = (5, 60) if given.quick else (given.faults, given.steps)
     ranks = 2 if given.quick else given.ranks
     flags = ["-v", "--max-restarts", str(3 * count), "--on-hang", "restart", "--no-validate"]
+    flags += ["--hang-patience", "30", "--stopped-patience", "1"]
     flags += ["--restart-budget", "rank=0,node=0,hour=0,same=0", *([] if given.reference else ["--in-place"])]
     report = Report("recovery_soak", packages=("torch", "keepstep"), quick=given.quick)
     struck, why = soak(drawn(given.seed, count, steps, ranks), ranks, steps, flags, given.seed)

@@ -149,20 +149,31 @@ def test_two_deaths_cost_no_bit_and_each_restart_runs_on_standbys(run: Run) -> N
     assert [one["recovery"]["standbys"] for one in (first, second)] == [4, 4]
 
 
-@pytest.mark.parametrize("how", ["stopped", pytest.param("asleep", marks=pytest.mark.soak)])
-def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("stopped", "stopped for"), pytest.param("asleep", "nothing of it has moved", marks=pytest.mark.soak)],
+)
+def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str, words: str) -> None:
     undisturbed = run.folder / "undisturbed"
     undisturbed.mkdir()
     run.start("--no-watch", "--nproc-per-node", "4", str(JOB), str(undisturbed), "30", "", name="plain")
     assert run.finish() == 0, run.said
     run.on_hang = "restart"
     stops = {"STOPS": "1"} if how == "stopped" else {}
-    run.start(
-        "--max-restarts", "2", "--nproc-per-node", "4", str(JOB), str(run.folder), "30", "2:25", **stops
+    flags = (
+        "--hang-patience",
+        "20",
+        "--stopped-patience",
+        "3",
+        "--max-restarts",
+        "2",
+        "--nproc-per-node",
+        "4",
     )
+    run.start(*flags, str(JOB), str(run.folder), "30", "2:25", **stops)
     assert run.finish() == 0, run.said
     assert losses(run.folder) == losses(undisturbed)
-    assert re.search(rf"rank 2: it hung: .*{how}.*; restart 1 of 2", run.said), run.said
+    assert re.search(rf"rank 2: it hung: .*{words}.*; restart 1 of 2", run.said), run.said
     assert "training again" in run.said
     incidents = [
         json.loads(path.read_text()) for path in sorted((run.folder / "run" / "incidents").glob("*.json"))

@@ -93,6 +93,7 @@ class Stage:
             grace_s=0.5,
             validate=self.validates,
             restart_hangs=self.restarts > 0,
+            hang_patience_s=30.0 if self.restarts else 0.0,
             max_restarts=self.restarts,
         )
         return Controller(settings, locators=stand_ins.PlainLocators(), unix_s=lambda now_s: 1000.0 + now_s)

@@ -29,6 +29,7 @@ from keepstep.core.summary import (
     OpInFlight,
     PathProbe,
     RankState,
+    Stillness,
 )
 from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, RankTests
 from keepstep.report.verdict import render, render_closing
@@ -176,11 +177,12 @@ def iterations(
 
 
 def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> RankState:
-    """A rank at work (``waits`` False) or in an all-reduce."""
-    flying = (OpInFlight("dp", 1, -1, 7, now_s - idle_s),) if waits else ()
-    return RankState(
-        rank, True, step, 2, now_s - idle_s, 100, now_s - idle_s, now_s, flying, (), "S", process=1000 + rank
-    )
+    """A rank of which nothing moves (``waits`` False) or in an all-reduce."""
+    since_s = now_s - idle_s
+    flying = (OpInFlight("dp", 1, -1, 7, since_s),) if waits else ()
+    known = (rank, True, step, 2, since_s, 100, since_s, now_s, flying, (), "S")
+    stillness = None if waits else Stillness("still", since_s, "wait (train.py:14)")
+    return RankState(*known, process=1000 + rank, stillness=stillness)
 
 
 def figures(tests: RankTests, *, slow_rank: int = -1, slow_link: tuple[int, int] = (-1, -1)) -> RankFigures:
