@@ -72,16 +72,8 @@ PATIENCE = ("--hang-patience", "30", "--stopped-patience", "1")
 def keepstep(folder: Path, *flags: str, job: Path = JOB) -> list[str]:
     """The command of a run with restarts."""
     command = [sys.executable, "-m", "keepstep.cli", "run", "-v", "--run-dir", str(folder / "run")]
-    command += [
-        "--max-restarts",
-        "3",
-        "--on-hang",
-        "restart",
-        *PATIENCE,
-        "--nproc-per-node",
-        str(ranks()),
-        *flags,
-    ]
+    command += ["--max-restarts", "3", "--on-hang", "restart", *PATIENCE]
+    command += ["--nproc-per-node", str(ranks()), *flags]
     return [*command, str(job), str(folder), str(step_s())]
 
 

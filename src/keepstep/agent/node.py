@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -218,12 +219,13 @@ class NodeAgent:
         )
 
     async def states(self, request: StateRequest) -> States:
-        """The answer to a request: the present state of every rank."""
-        stacks: dict[int, str] = {}
-        if request.stacks:
-            for ring in self._rings:
-                if ring.process is not None and not ring.ended:
-                    stacks[ring.rank] = await python_stack(ring.process.pid)
+        """The answer to a request: the present state of every rank; with stacks, if wanted, of those that do not wait."""
+        asked = {
+            ring.rank: ring.process.pid
+            for ring in self._rings
+            if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
+        }
+        stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
@@ -403,10 +405,12 @@ class NodeAgent:
         if ring.header is None and ring.process is None:  # nothing is known of it yet
             state = "?"
         try:
+            in_flight = ring.reader.in_flight()
+            self._poll_ring(ring, now_ns)  # an operation that fails right now is in flight, or has failed
             reader = ring.reader
             return rank_state(
                 ring.track,
-                reader.in_flight(),
+                in_flight,
                 reader.streams(),
                 state,
                 now_ns,
@@ -417,6 +421,8 @@ class NodeAgent:
                 self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
                 self._activity.stillness(ring.rank),
                 _shortest_timeout_s(reader.sites()),
+                incarnation=ring.header.incarnation if ring.header is not None else -1,
+                calls=reader.last_calls(ring.track.progress),
             )
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
