@@ -219,7 +219,7 @@ class NodeAgent:
         )
 
     async def states(self, request: StateRequest) -> States:
-        """The answer to a request: the present state of every rank; with stacks, if wanted, of those that do not wait."""
+        """The answer to a request: the present state of every rank; stacks, if wanted, of those that do not wait."""
         asked = {
             ring.rank: ring.process.pid
             for ring in self._rings
