@@ -32,7 +32,7 @@ class Ref {  // an owned reference, or none
   PyObject* object_ = nullptr;
 };
 
-PyObject *g_start, *g_stumbled, *g_nbytes, *g_is_completed, *g_waiting, *g_wait, *g_fail, *g_computed, *g_generation;
+PyObject *g_start, *g_stumbled, *g_nbytes, *g_dtype, *g_is_completed, *g_waiting, *g_wait, *g_fail, *g_computed, *g_generation;
 PyTypeObject* g_bucket_call_type;
 
 template <typename State>
@@ -79,24 +79,28 @@ PyCFunction method(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t
 
 // --- Here: the line of the user's code ----------------------------------------------------------------------------
 
-constexpr int kMostFrames = 48;             // deeper than any framework nests between the user's line and a collective
+constexpr int kMostFrames = 160;            // deeper than any library nests between the user's line and a collective
 constexpr std::size_t kMostKnown = 8192;    // bounds our memory in a program that makes code as it runs
 
 struct Line {
   PyObject* code;
   int instruction;
-  bool operator==(const Line& other) const { return code == other.code && instruction == other.instruction; }
+  long through;  // what the judge said of the library that it called; 0: of none
+  bool operator==(const Line& other) const {
+    return code == other.code && instruction == other.instruction && through == other.through;
+  }
 };
 
 struct LineHash {
   std::size_t operator()(const Line& line) const {
-    return (reinterpret_cast<std::size_t>(line.code) >> 4) * 31 + static_cast<std::size_t>(line.instruction);
+    const std::size_t at = (reinterpret_cast<std::size_t>(line.code) >> 4) * 31 + static_cast<std::size_t>(line.instruction);
+    return at * 31 + static_cast<std::size_t>(line.through);
   }
 };
 
 struct Here {
   Ref judge, enter;
-  std::unordered_map<PyObject*, std::pair<Ref, bool>> foreign;    // by file name, by identity; with what keeps it valid
+  std::unordered_map<PyObject*, std::pair<Ref, long>> judged;     // by file name, by identity; with what keeps it valid
   std::unordered_map<Line, std::pair<Ref, Ref>, LineHash> known;  // site, and the code that keeps the key valid
 };
 
@@ -109,24 +113,29 @@ int instruction_of(PyFrameObject* frame) {
 #endif
 }
 
-// 1 torch's, ours or the standard library's, 0 the user's, -1 an error.
-int is_foreign(Here& here, PyObject* file) {
-  const auto found = here.foreign.find(file);
-  if (found != here.foreign.end()) return found->second.second;
-  const Ref judged(PyObject_CallOneArg(here.judge.get(), file));
-  if (!judged) return -1;
-  const int foreign = PyObject_IsTrue(judged.get());
-  if (foreign >= 0 && here.foreign.size() < kMostKnown)
-    here.foreign.emplace(file, std::make_pair(Ref::to(file), foreign == 1));
-  return foreign;
+constexpr long kUsers = 0, kSkipped = 1;  // what the judge says of a file; more is the number of a library
+
+// What the judge says of a file, -1 with an error set.
+long owner_of(Here& here, PyObject* file) {
+  const auto found = here.judged.find(file);
+  if (found != here.judged.end()) return found->second.second;
+  const Ref said(PyObject_CallOneArg(here.judge.get(), file));
+  if (!said) return -1;
+  const long owner = PyLong_AsLong(said.get());
+  if (owner < 0 && PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_ValueError, "the judge said a negative number");
+  if (owner >= 0 && here.judged.size() < kMostKnown) here.judged.emplace(file, std::make_pair(Ref::to(file), owner));
+  return owner;
 }
 
-PyObject* site_of(Here& here, PyFrameObject* frame, Ref code) {
-  const Line line{code.get(), instruction_of(frame)};
+PyObject* site_of(Here& here, PyFrameObject* frame, Ref code, long through) {
+  const Line line{code.get(), instruction_of(frame), through};
   const auto found = here.known.find(line);
   if (found != here.known.end()) return Py_NewRef(found->second.first.get());
   if (here.known.size() >= kMostKnown) return PyLong_FromLong(0);
-  Ref site(PyObject_CallOneArg(here.enter.get(), reinterpret_cast<PyObject*>(frame)));
+  const Ref number(PyLong_FromLong(through));
+  if (!number) return nullptr;
+  PyObject* arguments[] = {reinterpret_cast<PyObject*>(frame), number.get()};
+  Ref site(PyObject_Vectorcall(here.enter.get(), arguments, 2, nullptr));
   if (site) here.known.emplace(line, std::make_pair(Ref::to(site.get()), std::move(code)));
   return site.release();
 }
@@ -135,15 +144,25 @@ PyObject* here_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
   auto& here = state_of<Here>(self);
   PyFrameObject* asking = PyEval_GetFrame();
   Ref frame(asking == nullptr ? nullptr : reinterpret_cast<PyObject*>(PyFrame_GetBack(asking)));
+  Ref library_frame, library_code;  // the innermost of a library: the answer where no line is the user's
+  long through = 0;
   for (int i = 0; frame && i < kMostFrames; ++i) {
     auto* current = reinterpret_cast<PyFrameObject*>(frame.get());
     Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(current)));
-    const int foreign = is_foreign(here, reinterpret_cast<PyCodeObject*>(code.get())->co_filename);
-    if (foreign < 0) return nullptr;
-    if (foreign == 0) return site_of(here, current, std::move(code));
+    const long owner = owner_of(here, reinterpret_cast<PyCodeObject*>(code.get())->co_filename);
+    if (owner < 0) return nullptr;
+    if (owner == kUsers) return site_of(here, current, std::move(code), through);
+    if (owner != kSkipped) {
+      through = owner;
+      if (!library_frame) {
+        library_frame = Ref::to(frame.get());
+        library_code = std::move(code);
+      }
+    }
     frame = Ref(reinterpret_cast<PyObject*>(PyFrame_GetBack(current)));
   }
-  return PyLong_FromLong(0);
+  if (!library_frame) return PyLong_FromLong(0);
+  return site_of(here, reinterpret_cast<PyFrameObject*>(library_frame.get()), std::move(library_code), 0);
 }
 
 PyObject* here_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -160,6 +179,7 @@ struct Pending {
 
 struct Buckets {
   Ref recorder, here, queue, compiling, observers, kind, op, peer, flags;
+  Ref typed;                     // flags by the gradients' type; ``flags`` where it has none
   Ref site;                      // of the backward in progress; none before our callback is queued
   std::deque<Pending> pending;  // oldest first
   bool plain = false;            // inside a backward that has no other backward inside it
@@ -225,13 +245,14 @@ bool began(Buckets& buckets, PyObject* work, Ref operation) {
 }
 
 PyObject* buckets_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject* v[9];
-  if (PyArg_ParseTuple(args, "OOOOOOOOO", v, v + 1, v + 2, v + 3, v + 4, v + 5, v + 6, v + 7, v + 8) == 0) return nullptr;
+  PyObject* v[10];
+  if (PyArg_ParseTuple(args, "OOOOOOOOOO!", v, v + 1, v + 2, v + 3, v + 4, v + 5, v + 6, v + 7, v + 8, &PyDict_Type, v + 9) == 0)
+    return nullptr;
   Buckets buckets;
   if (PyTuple_Check(v[4]) == 0) return PyErr_Format(PyExc_TypeError, "observers: not a tuple");
   Ref* fields[] = {&buckets.recorder, &buckets.here, &buckets.queue, &buckets.compiling, &buckets.observers,
-                   &buckets.kind,     &buckets.op,   &buckets.peer,  &buckets.flags};
-  for (int i = 0; i < 9; ++i) *fields[i] = Ref::to(v[i]);
+                   &buckets.kind,     &buckets.op,   &buckets.peer,  &buckets.flags,     &buckets.typed};
+  for (int i = 0; i < 10; ++i) *fields[i] = Ref::to(v[i]);
   return make(type, nullptr, std::move(buckets));
 }
 
@@ -301,6 +322,14 @@ int is_observed(const Buckets& buckets) {
   return 0;
 }
 
+// The flags of a bucket's record, borrowed; without the type where that is not known. No error comes out of it.
+PyObject* flags_of(const Buckets& buckets, PyObject* tensor) {
+  const Ref type(PyObject_GetAttr(tensor, g_dtype));
+  PyObject* typed = type ? PyDict_GetItemWithError(buckets.typed.get(), type.get()) : nullptr;
+  if (typed == nullptr) PyErr_Clear();
+  return typed != nullptr ? typed : buckets.flags.get();
+}
+
 // The record of a bucket; none, and no error, where the general way must be taken.
 Ref begin(PyObject* self, Buckets& buckets, const BucketCall& call, PyObject* tensors) {
   const Ref start(PyObject_GetAttr(buckets.recorder.get(), g_start));
@@ -313,7 +342,7 @@ Ref begin(PyObject* self, Buckets& buckets, const BucketCall& call, PyObject* te
   const Ref nbytes(first ? PyObject_GetAttr(first.get(), g_nbytes) : nullptr);
   if (!nbytes) return Ref();
   PyObject* fields[] = {buckets.kind.get(), buckets.op.get(),    call.group.get(),  buckets.peer.get(),
-                        nbytes.get(),       buckets.flags.get(), site.get()};
+                        nbytes.get(),       flags_of(buckets, first.get()), site.get()};
   return Ref(PyObject_Vectorcall(start.get(), fields, 7, nullptr));
 }
 
@@ -463,6 +492,7 @@ bool named(PyObject*& name, const char* text) { return (name = PyUnicode_InternF
 PyMODINIT_FUNC PyInit__native() {
   Ref module(PyModule_Create(&module_definition));
   const bool names = named(g_start, "start") && named(g_stumbled, "stumbled") && named(g_nbytes, "nbytes") &&
+                     named(g_dtype, "dtype") &&
                      named(g_is_completed, "is_completed") && named(g_waiting, "waiting") && named(g_wait, "wait") &&
                      named(g_fail, "fail") && named(g_computed, "computed") && named(g_generation, "generation");
   if (!module || !names) return nullptr;

@@ -92,7 +92,7 @@ struct alignas(64) Slot {
   Word bytes;
   Word seq_peer;     // seq in the low half
   Word thread_site;  // thread in the low half
-  Word meta;         // group (16), kind (8), op (8), flags (16), check (16), from the low end
+  Word meta;         // group (16), kind (8), op (8), flags (8, element type 5, reduction 3), check (16), from the low end
 };
 static_assert(sizeof(Slot) == 64);
 

@@ -130,7 +130,8 @@ def own_cost(probe: Any, group: Any) -> dict[str, float]:
     import torch.distributed as dist
 
     from keepstep.capture.internals import hidden
-    from keepstep.capture.operations import METHODS, Caller
+    from keepstep.capture.methods import METHODS
+    from keepstep.capture.operations import Caller
 
     finished = dist.all_reduce(torch.ones(1), async_op=True)
     assert finished is not None

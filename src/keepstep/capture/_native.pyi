@@ -10,13 +10,17 @@ from typing import Any, final
 class Here:
     """Finds the innermost line of the user's code.
 
-    ``judge(file name)`` tells whether a file is not the user's; ``enter(frame)`` gives the line's site id. Each is
-    asked once about the same thing.
+    ``judge(file name)`` tells whose a file is: 0 the user's, 1 one that is skipped, more: the number of a library,
+    which is skipped as well. ``enter(frame, through)`` gives the line's site id; ``through`` is the number of the
+    library that the line called, 0 for none. Each is asked once about the same thing.
     """
 
-    def __new__(cls, judge: Callable[[str], bool], enter: Callable[[FrameType], int]) -> Here: ...
+    def __new__(cls, judge: Callable[[str], int], enter: Callable[[FrameType, int], int]) -> Here: ...
     def __call__(self) -> int:
-        """Site id of the user's line that led to the function that asks; 0 when there is none."""
+        """Site id of the user's line that led to the function that asks.
+
+        Where no line is the user's, that of the innermost line of a library; 0 where there is none either.
+        """
 
 @final
 class Buckets:
@@ -24,7 +28,7 @@ class Buckets:
 
     ``queue(callback)`` has the autograd engine call when the gradients are computed; ``compiling()`` is None outside
     compiled modules; ``observers`` tell whether somebody looks at the operators that torch dispatches. The rest are
-    fields of the records.
+    fields of the records; ``typed`` has the flags by the type of the gradients.
     """
 
     plain: bool
@@ -41,6 +45,7 @@ class Buckets:
         op: int,
         peer: int,
         flags: int,
+        typed: dict[Any, int],
     ) -> Buckets: ...
     def begin(self) -> None:
         """A backward begins, ``plain``. What an earlier one left is forgotten, without an end."""

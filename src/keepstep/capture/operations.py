@@ -1,9 +1,8 @@
-"""Records the operations of a process group: the table of methods, what each moves, and when each ends."""
+"""Records the operations of a process group, each from its call to its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial, wraps
 from typing import Any, cast
@@ -12,12 +11,13 @@ from torch.distributed import ProcessGroup
 
 from keepstep.capture.captured_groups import CapturedGroup, Groups
 from keepstep.capture.internals import hidden
+from keepstep.capture.methods import METHODS, Method
 from keepstep.capture.native import Here
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
 from keepstep.capture.reducer import REDUCED, ReducerWaits
 from keepstep.capture.works import RecordedWork
-from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
+from keepstep.core.events import WORLD_PEER, Flag, Kind
 
 
 class Caller(IntEnum):
@@ -26,65 +26,6 @@ class Caller(IntEnum):
     PYTHON = 0  # Python code waits through the Work; ``opts.asyncOp`` tells whether it does in the same call
     NATIVE = 1  # C++ code waits through the Work (functional collectives, coalesced broadcast)
     REDUCER = 2  # DDP's reducer waits for the Work's future, in C++
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """What one method of ``ProcessGroup`` does, and which of its arguments tell how many bytes it moves."""
-
-    op: Op
-    tensors_at: int  # index of the argument whose bytes are counted; -1: the method moves nothing
-    per_member: bool = False  # each member of the group brings or gets that many bytes
-    kind: Kind = Kind.COLLECTIVE
-    peer_at: int = -1  # index of the argument that holds the peer's group rank; -1: there is none
-
-    def measure(self, size: int, args: tuple[Any, ...]) -> int:
-        """Bytes that a call with ``args`` moves in a group of ``size`` members."""
-        if self.tensors_at < 0:
-            return 0
-        nbytes = _nbytes(args[self.tensors_at])
-        return size * nbytes if self.per_member else nbytes
-
-
-def _nbytes(tensors: Any) -> int:
-    if not isinstance(tensors, (list, tuple)):
-        return tensors.nbytes
-    total = 0
-    for tensor in cast("list[Any]", tensors):
-        total += _nbytes(tensor) if isinstance(tensor, (list, tuple)) else tensor.nbytes
-    return total
-
-
-# What counts as an operation's bytes: the whole buffer that the members share or move (input or output, whichever is
-# the larger); for gather and scatter one member's part; for all-to-all what this rank sends. Every member counts the
-# same. torch's old and new names of an operation stand side by side.
-METHODS: dict[str, Method] = {
-    "allreduce": Method(Op.ALLREDUCE, 0),
-    "allreduce_coalesced": Method(Op.ALLREDUCE, 0),
-    "broadcast": Method(Op.BROADCAST, 0),
-    "reduce": Method(Op.REDUCE, 0),
-    "allgather": Method(Op.ALLGATHER, 1, per_member=True),
-    "allgather_coalesced": Method(Op.ALLGATHER, 1, per_member=True),
-    "_allgather_base": Method(Op.ALLGATHER, 0),
-    "all_gather_single": Method(Op.ALLGATHER, 0),
-    "allgather_into_tensor_coalesced": Method(Op.ALLGATHER, 0),
-    "all_gather_single_coalesced": Method(Op.ALLGATHER, 0),
-    "reduce_scatter": Method(Op.REDUCE_SCATTER, 0, per_member=True),
-    "_reduce_scatter_base": Method(Op.REDUCE_SCATTER, 1),
-    "reduce_scatter_single": Method(Op.REDUCE_SCATTER, 1),
-    "reduce_scatter_tensor_coalesced": Method(Op.REDUCE_SCATTER, 1),
-    "reduce_scatter_single_coalesced": Method(Op.REDUCE_SCATTER, 1),
-    "gather": Method(Op.GATHER, 1),
-    "scatter": Method(Op.SCATTER, 0),
-    "alltoall_base": Method(Op.ALLTOALL, 1),
-    "all_to_all_single": Method(Op.ALLTOALL, 1),
-    "alltoall": Method(Op.ALLTOALL, 1),
-    "barrier": Method(Op.BARRIER, -1),
-    "monitored_barrier": Method(Op.BARRIER, -1),
-    "send": Method(Op.SEND, 0, kind=Kind.P2P, peer_at=1),
-    "recv": Method(Op.RECV, 0, kind=Kind.P2P, peer_at=1),
-    "recv_anysource": Method(Op.RECV, 0, kind=Kind.P2P),
-}
 
 
 class Ending(IntEnum):
@@ -166,6 +107,7 @@ class Operations:
         """``original``, a method of ``ProcessGroup``, with a record of every call that this kind of caller makes."""
         recorder, groups, here, reducer = self._recorder, self._groups, self._here, self.reducer
         kind, op, measure, peer_at = int(method.kind), int(method.op), method.measure, method.peer_at
+        content_of, uneven = method.content, method.uneven
         untold = _untold(method, caller)
 
         @wraps(original)
@@ -180,13 +122,15 @@ class Operations:
                     flags, ending = untold or _told(given)
                 else:
                     flags, ending = _DEVICE
+                # Bytes of a call whose content is not known are not compared.
+                content = 0 if uneven and flags == _DEVICE[0] else content_of(given)
                 try:
                     nbytes = measure(len(captured.members), given)
                     peer = captured.global_rank(given[peer_at]) if peer_at >= 0 else WORLD_PEER
                 except (AttributeError, IndexError, RuntimeError, TypeError):
                     # The tensor is sparse, or torch is about to refuse these arguments.
-                    nbytes, peer = 0, WORLD_PEER
-                operation = start(kind, op, captured.ident, peer, nbytes, flags, here())
+                    nbytes, peer, content = 0, WORLD_PEER, 0
+                operation = start(kind, op, captured.ident, peer, nbytes, flags | content, here())
             except Exception as error:
                 recorder.stumbled(error)
                 return original(group, *args, **kwargs)

@@ -19,12 +19,14 @@ from keepstep.capture.internals import (
     in_backward,
     whole_allreduce,
 )
+from keepstep.capture.methods import ELEMENT_BITS
 from keepstep.capture.native import Buckets, Here
 from keepstep.capture.recorder import Operation, Recorder
 from keepstep.capture.works import RecordedWork
-from keepstep.core.events import WORLD_PEER, Flag, Kind, Op
+from keepstep.core.events import WORLD_PEER, Flag, Kind, Op, reduction_bits
 
 REDUCED = int(Flag.ASYNC | Flag.SYNC_KNOWN | Flag.END_BY_WAIT)
+_REDUCED_BY_TYPE = {dtype: REDUCED | bits | reduction_bits("SUM") for dtype, bits in ELEMENT_BITS.items()}
 
 
 class ReducerWaits:
@@ -33,7 +35,9 @@ class ReducerWaits:
     def __init__(self, recorder: Recorder, here: Here) -> None:
         fields = int(Kind.COLLECTIVE), int(Op.ALLREDUCE), WORLD_PEER, REDUCED
         self.recorder = recorder
-        self.buckets = Buckets(recorder, here, after_gradients, COMPILING, OBSERVERS, *fields)
+        self.buckets = Buckets(
+            recorder, here, after_gradients, COMPILING, OBSERVERS, *fields, _REDUCED_BY_TYPE
+        )
 
     def call(self, native: Any, group: int, general: Callable[..., Any]) -> Callable[..., Any]:
         """A replacement for the ``allreduce`` of a native group, whose number in the ring is ``group``."""

@@ -5,6 +5,7 @@ The numbers are part of the ring's binary format (``native/ring_format.hpp``): a
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum, IntFlag
 
 # Backends that move data on the host: their completed Work is a completed transfer, elsewhere only an enqueued one.
@@ -73,7 +74,8 @@ class Phase(IntEnum):
 
     FORWARD is what runs outside every recorded phase: a forward pass, an evaluation or a checkpoint that nothing
     marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there. In
-    a HOLD keepstep itself keeps the rank waiting.
+    a HOLD keepstep itself keeps the rank waiting. Nothing is recorded as AFTER_STEP or AFTER_BACKWARD: so agents call
+    a FORWARD of which only that is evident, since an optimizer step, a pause or a backward pass was the last to end.
     """
 
     STARTUP = 0
@@ -87,11 +89,20 @@ class Phase(IntEnum):
     MODEL = 8
     COMPILE = 9
     HOLD = 10
+    AFTER_STEP = 11
+    AFTER_BACKWARD = 12
 
     @property
     def title(self) -> str:
         """The name that users know; they do not tell MODEL from FORWARD."""
-        return "forward" if self is Phase.MODEL else self.name.lower()
+        return _TITLES.get(self, self.name.lower())
+
+
+_TITLES = {
+    Phase.MODEL: "forward",
+    Phase.AFTER_STEP: "after its last step",
+    Phase.AFTER_BACKWARD: "after backward",
+}
 
 
 def phase_title(phase: int) -> str:
@@ -102,8 +113,14 @@ def phase_title(phase: int) -> str:
         return ""
 
 
+def phase_place(phase: int) -> str:
+    """Where a rank in that phase is: ``in forward``, ``after its last step``; "" if there is no such phase."""
+    title = phase_title(phase)
+    return title if not title or title.startswith("after ") else f"in {title}"
+
+
 class Flag(IntFlag):
-    """Bits of a record's ``flags``."""
+    """The lower 8 bits of a record's ``flags``; the upper 8 tell the element type and the reduction."""
 
     NONE = 0
     ASYNC = 1  # the caller did not wait in the call itself
@@ -115,6 +132,50 @@ class Flag(IntFlag):
     TIMED = 64  # set with ENQUEUED: end of the wait, and end, are when the GPU began and ended the call
     ON_DEVICE = 128  # recorded by the probe: the end is the call's return; the device works on after it
 
+
+ELEMENTS = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz",
+    "float8_e8m0fnu", "uint16", "uint32", "uint64", "qint8", "quint8", "qint32",
+)  # fmt: skip
+"""Element types by torch's names. Their place here plus 1 is in the 5 bits above a record's flags; 0: not known."""
+
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BITWISE", "PREMUL_SUM")
+"""Reductions by torch's names. Their place here plus 1 is in the highest 3 bits of ``flags``; 0: not known, or none."""
+
+_ELEMENT_SHIFT, _REDUCTION_SHIFT = 8, 13
+
+
+def item_bytes(element: str) -> int:
+    """The size of one element of this type in bytes."""
+    bits = re.search(r"\d+", element)
+    return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+def element_bits(element: str) -> int:
+    """The bits of ``flags`` that tell this element type; 0 for one that has no number."""
+    return (ELEMENTS.index(element) + 1) << _ELEMENT_SHIFT if element in ELEMENTS else 0
+
+
+def reduction_bits(reduction: str) -> int:
+    """The bits of ``flags`` that tell this reduction; 0 for one that has no number."""
+    return (REDUCTIONS.index(reduction) + 1) << _REDUCTION_SHIFT if reduction in REDUCTIONS else 0
+
+
+def element_of(flags: int) -> str:
+    """The element type that a record's ``flags`` tell; "" where it is not known, as in rings of older versions."""
+    place = flags >> _ELEMENT_SHIFT & 31
+    return ELEMENTS[place - 1] if 0 < place <= len(ELEMENTS) else ""
+
+
+def reduction_of(flags: int) -> str:
+    """The reduction that a record's ``flags`` tell; "" where there is none or it is not known."""
+    place = flags >> _REDUCTION_SHIFT & 7
+    return REDUCTIONS[place - 1] if place else ""
+
+
+SET_UP = "set-up"
+"""The group in whose name the calls that set up process groups are recorded, as barriers of all ranks."""
 
 TIMEOUT_NOTE = "keepstep: collectives time out after "
 """How a line among a ring's sites begins that tells a group's timeout, in seconds, to readers."""

@@ -5,7 +5,7 @@ Times are seconds on the clock of the node that made them (``CLOCK_MONOTONIC``) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from keepstep.core.events import HOST_BACKENDS
@@ -90,7 +90,7 @@ class BlockSummary:
 
 @dataclass(frozen=True, slots=True)
 class OpInFlight:
-    """An operation that a rank entered and has not left."""
+    """An operation that a rank entered and has not left, or left with an error (`RankState.failed`)."""
 
     group: str
     op: int
@@ -99,6 +99,27 @@ class OpInFlight:
     since_s: float
     site: str = ""  # the user's line that led to it, "file:line function"; empty where it is not known
     waits: bool = False  # whether the rank was seen to begin to wait for it
+    failed_s: float = field(default=0.0, kw_only=True)  # when it ended with an error; 0: the rank is in it
+    repeats: bool = field(default=False, kw_only=True)  # whether the rank's latest iterations had it, too
+    bytes: int = field(default=0, kw_only=True)  # compared among members where ``element`` is known
+    element: str = field(default="", kw_only=True)  # one of core.events.ELEMENTS
+    reduction: str = field(default="", kw_only=True)  # one of core.events.REDUCTIONS
+    usual: int = field(default=-1, kw_only=True)  # how often it has come after the same call before
+    thread: int = field(default=0, kw_only=True)  # id of the thread that entered it; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class OpEnded:
+    """A collective that a rank has left, well or with an error; on a device's backend: has enqueued."""
+
+    seq: int
+    op: int
+    bytes: int = 0  # this and the others as in `OpInFlight`
+    element: str = ""
+    reduction: str = ""
+    site: str = ""
+    usual: int = -1
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +131,7 @@ class StreamProgress:
     peer: int
     started: int
     completed: int
+    ended: tuple[OpEnded, ...] = ()  # the last collectives that it has left, oldest first
 
 
 Standstill = Literal["network", "receiver", "sender", "gpu"]
@@ -168,6 +190,9 @@ class RankState:
     links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted
     stillness: Stillness | None = None  # None: it has made progress lately, or waits for others
     timeout_s: float = 0.0  # shortest timeout of a collective among its groups; 0: not known
+    failed: tuple[OpInFlight, ...] = ()  # operations that ended with an error; none ended well after them
+    incarnation: int = -1  # of its process; -1: not known
+    left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from keepstep.core.events import Op
 from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.locate._hang_graph import HangEvidence, is_of
+from keepstep.core.summary import OpInFlight
+from keepstep.locate._calls import habit, ranks_of
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, is_of
 from keepstep.locate._waiting import Pending
 
-
-def diagnose_desync(known: HangEvidence, mixed: Pending) -> Diagnosis:
-    """Ranks entered different operations under one sequence number: the minority are the culprits."""
-    entered: dict[int, list[int]] = {}
-    for rank, state in known.states.items():
-        for flight in state.in_flight:
-            if flight.group == mixed.group and flight.peer < 0 and flight.seq == mixed.seq:
-                entered.setdefault(flight.op, []).append(rank)
-                break
-        else:
-            for stream in state.streams:
-                if stream.group == mixed.group and stream.peer < 0 and stream.started == mixed.seq:
-                    entered.setdefault(stream.op, []).append(rank)
-    by_size = sorted(entered, key=lambda op: (len(entered[op]), op))
-    tie = len(entered[by_size[0]]) == len(entered[by_size[-1]])
-    odd = sorted(rank for op in (by_size if tie else by_size[:-1]) for rank in entered[op])
-    told = ", ".join(
-        f"ranks {fold_ranks(entered[op])} in {Op(op).name}{_called_at(known, entered[op], mixed)}"
-        for op in reversed(by_size)
-    )
-    confidence: Confidence = "low" if tie else "high"
-    culprits = tuple(known.culprit(rank, mixed, confidence, "entered another operation") for rank in odd)
-    missing = ("which of the two is meant: as many ranks entered one as the other",) if tie else ()
-    return known.diagnosis(culprits, set(odd), mixed, (told,), missing, "desync")
+SKIPPED = "skipped an operation"
+ANOTHER_ORDER = "another order of operations"
+ALONE = "made a call that no other rank made"
+_MOST_CROSSED = 16  # open operations that are compared, two by two
 
 
 def ranks_in_a_circle(known: HangEvidence) -> list[int]:
@@ -54,16 +36,76 @@ def diagnose_circle(known: HangEvidence, circle: Sequence[int]) -> Diagnosis:
     open_operations = [p for p in known.pending if p.absent]
     told = f"ranks {fold_ranks(circle)} wait for each other: {'; '.join(str(p) for p in open_operations[:2])}"
     odd = _fewer_than_its_company(known, open_operations)
+    if odd is None and (crossed := _crossed(open_operations)) is not None:
+        return _diagnose_crossed(known, crossed, told)
     suspect = odd if odd is not None else _most_missed(open_operations)
     if suspect is None:
         missing = ("which rank left the common order of operations: each of these waits for another of them",)
-        return known.diagnosis((), set(), open_operations[0], (told,), missing, "desync")
+        sites = _both_sites(known, open_operations[:2])
+        return known.diagnosis((), set(), open_operations[0], (told, *sites), missing, "desync")
     main = next((p for p in open_operations if suspect in p.absent), open_operations[0])
-    culprit = known.culprit(suspect, main, "medium", "skipped an operation")
+    culprit = known.culprit(suspect, main, "medium", SKIPPED)
     where = [f"rank {suspect} waits{_called_at(known, [suspect])}"] if _called_at(known, [suspect]) else []
     if _called_at(known, main.waiting, main):
-        where.append(f"ranks {fold_ranks(main.waiting)} wait for it{_called_at(known, main.waiting, main)}")
+        where.append(f"{ranks_of(main.waiting)} wait for it{_called_at(known, main.waiting, main)}")
     return known.diagnosis((culprit,), {suspect}, main, (told, *where), (), "desync")
+
+
+def _crossed(pending: Sequence[Pending]) -> tuple[Pending, Pending] | None:
+    """Two collectives of two groups, each lacking all ranks that wait in the other; the one with more ranks first."""
+    waits = [p for p in pending if p.collective]
+    for first in waits[:_MOST_CROSSED]:
+        for second in waits[:_MOST_CROSSED]:
+            lacks = set(second.waiting) <= set(first.absent) and set(first.waiting) <= set(second.absent)
+            if first.group != second.group and lacks and len(first.waiting) >= len(second.waiting):
+                return first, second
+    return None
+
+
+def _diagnose_crossed(known: HangEvidence, crossed: tuple[Pending, Pending], told: str) -> Diagnosis:
+    """Ranks make the operations of two groups in another order than the others do: the fewer are odd.
+
+    Of equally many, those that had never before come to the one from where they come.
+    """
+    most, fewer = crossed
+    habits = {p: habit([call for rank in p.waiting for call in _calls_in(known, rank, p)]) for p in crossed}
+    tied = len(most.waiting) == len(fewer.waiting)
+    if tied and habits[most] == 0 < habits[fewer]:
+        most, fewer = fewer, most
+    known_apart = habits[fewer] == 0 < habits[most]
+    sure: Confidence = "medium"
+    if tied:
+        sure = "low"
+    elif known_apart:
+        sure = "high"
+    odd = fewer.waiting
+    if tied and not known_apart:
+        odd = tuple(sorted({*most.waiting, *fewer.waiting}))
+        odd = odd if len(odd) <= FEW else ()
+    lines = [told, *_both_sites(known, (fewer, most))]
+    if known_apart:
+        lines.append(
+            f"{ranks_of(fewer.waiting)} had never come to it after what came before; "
+            f"{ranks_of(most.waiting)} had to theirs, {habits[most]} times"
+        )
+    missing = ("which order is meant: as many ranks keep to one as to the other",) if tied else ()
+    culprits = tuple(
+        replace(culprit, detail="; ".join(filter(None, (f"entered {mine} before {other}", culprit.detail))))
+        for rank in odd[:MAX_CULPRITS]
+        for mine, other in [(fewer, most) if rank in fewer.waiting else (most, fewer)]
+        for culprit in [known.culprit(rank, None, sure, ANOTHER_ORDER)]
+    )
+    return known.diagnosis(culprits, set(odd), most, lines, missing, "desync")
+
+
+def _calls_in(known: HangEvidence, rank: int, p: Pending) -> list[OpInFlight]:
+    return [one for one in known.states[rank].in_flight if is_of(one, p)]
+
+
+def _both_sites(known: HangEvidence, operations: Sequence[Pending]) -> list[str]:
+    """A line with the places in the user's code from which ranks came to these operations."""
+    told = [f"{ranks_of(p.waiting)}{where}" for p in operations if (where := _called_at(known, p.waiting, p))]
+    return [f"called by {', by '.join(told)}"] if told else []
 
 
 def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = None) -> str:
@@ -100,3 +142,43 @@ def _most_missed(pending: Sequence[Pending]) -> int | None:
             blame[rank] = max(blame.get(rank, 0.0), len(p.waiting) / len(p.absent))
     order = sorted(blame, key=lambda rank: -blame[rank])
     return order[0] if len(order) == 1 or blame[order[0]] >= 1.5 * blame[order[1]] else None
+
+
+def diagnose_alone(
+    known: HangEvidence, p: Pending, others: Sequence[int], *, is_over: bool
+) -> Diagnosis | None:
+    """One rank alone is in an operation that it had never called there before, and no other rank is in any.
+
+    Either it is one call too many, or the others have yet to come to it. ``others``: the ranks that have not entered.
+    ``is_over``: nobody will come any more, as in dumps that were written when ranks had given up.
+
+    Returns:
+        None where it is not so.
+    """
+    if (
+        not p.collective
+        or p.unknown
+        or len(p.waiting) != 1
+        or len(others) < 2
+        or set(others) != set(p.absent)
+    ):
+        return None
+    alone = p.waiting[0]
+    if any(known.states[rank].in_flight for rank in others) or habit(_calls_in(known, alone, p)) != 0:
+        return None
+    if any(_entered(known, rank, p.group) != p.seq - 1 for rank in others):
+        return None
+    where = _called_at(known, [alone], p)
+    told = f"rank {alone} alone is in {p}{where}: it had never called it after what came before"
+    done = f"{ranks_of(others)} have entered {p.seq - 1} operations of the group, and are in none"
+    missing = (f"whether {ranks_of(others)} were to enter {p}, too",)
+    if not is_over:
+        return known.diagnosis((), set(), p, (told, done), missing, "hang")
+    culprit = known.culprit(alone, None, "medium", ALONE)
+    culprit = replace(culprit, detail="; ".join(filter(None, (f"in {p}{where}", culprit.detail))))
+    return known.diagnosis((culprit,), {alone}, p, (told, done), missing, "desync")
+
+
+def _entered(known: HangEvidence, rank: int, group: str) -> int:
+    streams = known.states[rank].streams
+    return max((one.started for one in streams if one.group == group and one.peer < 0), default=0)

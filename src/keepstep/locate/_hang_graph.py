@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from keepstep.core.events import Op, phase_title
+from keepstep.core.events import Op, phase_place, phase_title
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, IncidentKind
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import OpInFlight, RankState
 from keepstep.locate._paths import Pair, Paths, pairs_among
-from keepstep.locate._waiting import Pending
+from keepstep.locate._waiting import Pending, pending_operations
 
 MAX_CULPRITS = 64  # ranks that are named in one diagnosis
 FEW = 4  # suspects; more than this are unlikely all at fault
 STOPPED = ("T", "t")  # states of Linux processes: stopped by a signal, stopped by a debugger
-_UNKNOWN_PROCESS = "?"  # process state of a rank that is known only from a trace
+UNKNOWN_PROCESS = "?"  # process state of a rank that is known only from a trace
 _LONGEST_CHAIN = 256  # pipeline stages that are followed at most
 
 
@@ -44,6 +44,10 @@ class HangEvidence:
         nodes = [self.nodes[rank] for rank in sorted(operation.members) if self.nodes.get(rank)]
         around = {self.nodes.get(rank, "") for rank in operation.waiting} if operation.through else ()
         return pairs_among(nodes, around)
+
+    def parts_of(self, p: Pending) -> list[OpInFlight]:
+        """The parts that ranks have in an operation, one a rank that is in it."""
+        return [one for rank in p.waiting for one in self.states[rank].in_flight if is_of(one, p)]
 
     def waits_in(self, rank: int, p: Pending) -> bool:
         """Whether the rank has been seen to wait for the operation to end, not only to have it in flight."""
@@ -73,34 +77,35 @@ class HangEvidence:
         if silent and not missing:
             missing = (f"states of ranks {fold_ranks(silent)}",)
         summary = str(main) if main is not None else ""
-        if main is not None and any(one.process_state != _UNKNOWN_PROCESS for one in self.states.values()):
+        if main is not None and any(one.process_state != UNKNOWN_PROCESS for one in self.states.values()):
             summary += f" stuck {main.stuck_s:.0f} s"
         return Diagnosis(kind, culprits, victims, (*lines, *evidence), missing, summary)
 
     def culprit(self, rank: int, p: Pending | None, confidence: Confidence, cause: str = "") -> Culprit:
         """The rank as a culprit. ``p``: the operation it holds up. ``cause``: default from its process state."""
         state = self.states[rank]
-        phase = phase_title(state.phase)
+        place = phase_place(state.phase)
         detail: list[str] = []
         left = [one for one in self.pending if rank in one.waiting and one.collective and one.through > 0]
         overtaken = left[0] if left else None
         # A live process may have finished an asynchronous operation unseen, unless it was seen to wait for it.
-        if overtaken and (state.process_state == _UNKNOWN_PROCESS or self.waits_in(rank, overtaken)):
+        if overtaken and (state.process_state == UNKNOWN_PROCESS or self.waits_in(rank, overtaken)):
             cause = cause or "did not finish"
             detail.append(f"has not finished {overtaken}, which {overtaken.through} members are through")
-        named = cause or _cause(state, phase)
+        named = cause or _cause(state, place)
         if p is not None and rank in p.absent:
             detail.append(str(p) if named == "never entered" else f"never entered {p}")
-        if state.alive and not cause and phase:
+        if state.alive and not cause and place:
             batch = f" of micro-batch {state.microbatch}" if state.microbatch >= 0 else ""
-            detail.append(f"in {phase}{batch} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
-        if (stage := self._pipeline_stage(rank)) is not None:
-            detail.append(f"pipeline stage {stage}")
+            detail.append(f"{place}{batch} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
+        if (number := self._pipeline_stage(rank)) is not None:
+            detail.append(f"pipeline stage {number}")
         # py-spy and faulthandler print the innermost frame first.
         if frame := next((line.strip()[:120] for line in state.stack.splitlines() if ".py" in line), ""):
             detail.append(f"at {frame}")
         node = self.nodes.get(rank, "")
-        return Culprit(rank, None, node, phase, 0.0, confidence, named, "; ".join(detail))
+        stage = phase_title(state.phase)
+        return Culprit(rank, None, node, stage, 0.0, confidence, named, "; ".join(detail))
 
     def last_progress_s(self, ranks: Sequence[int]) -> dict[int, float]:
         """When each rank last made progress: on a common clock if there is one, else relative to its own present."""
@@ -118,12 +123,12 @@ class HangEvidence:
         lines: list[str] = []
         for rank in order[:3]:
             state = self.states[rank]
-            if state.process_state == _UNKNOWN_PROCESS:
+            if state.process_state == UNKNOWN_PROCESS:
                 continue  # a trace says when operations were enqueued, not when the trace was written
             ago = max(state.now_s - state.last_progress_s, 0.0)
-            phase, process = phase_title(state.phase), state.process_state
+            place, process = phase_place(state.phase), state.process_state
             told = [f"last progress {ago:.1f} s ago"]
-            told += [f"in {phase}"] if phase else []
+            told += [place] if place else []
             told.append(f"process state {process}" if process else "process gone")
             lines.append(f"rank {rank}: {', '.join(told)}")
         return tuple(lines)
@@ -161,15 +166,32 @@ class Roots:
     sure: bool  # whether the roots were found without ignoring any wait
 
 
+def arranged(evidence: Evidence) -> HangEvidence:
+    """The evidence with the operations that the living ranks are in; dead ones will never enter these."""
+    by_rank = {state.rank: state for state in evidence.states}
+    dead = {rank for rank, state in by_rank.items() if not state.alive}
+    pending = [
+        replace(
+            p,
+            absent=(*p.absent, *(r for r in p.unknown if r in dead)),
+            unknown=tuple(r for r in p.unknown if r not in dead),
+        )
+        for p in pending_operations([state for state in evidence.states if state.alive], evidence.groups)
+    ]
+    return HangEvidence(
+        evidence, by_rank, pending, Paths(evidence.probes, evidence.traffic, evidence.addresses)
+    )
+
+
 def is_of(flight: OpInFlight, p: Pending) -> bool:
     """Whether this operation in flight is the rank's part of ``p``."""
     return flight.group == p.group and flight.seq == p.seq and (flight.peer < 0) == p.collective
 
 
-def _cause(state: RankState, phase: str) -> str:
+def _cause(state: RankState, place: str) -> str:
     if not state.alive:
         return "process died"
     if state.process_state in STOPPED:
         return "stopped"
     doing = {"S": "asleep", "D": "stuck in the kernel", "R": "busy"}.get(state.process_state)
-    return f"{doing} in {phase}" if doing else "never entered"
+    return f"{doing} {place}" if doing else "never entered"

@@ -2,61 +2,61 @@
 
 A rank in an operation waits for the members that have not entered it. The culprit waits for nobody: it is in
 no operation, or its process is stopped or dead. If all members are in and none gets out, the transfer is
-stuck (`_hang_network`). If ranks wait for each other, one has skipped an operation (`_hang_desync`).
+stuck (`_hang_network`). If ranks wait for each other, one has skipped an operation (`_hang_desync`). If they called
+one operation differently, that comes before all else (`mismatch`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.core.events import Op, phase_title
+from keepstep.core.events import Op, phase_place, phase_title
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Confidence, Diagnosis
+from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import RankState
-from keepstep.locate._hang_desync import diagnose_circle, diagnose_desync, ranks_in_a_circle
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, STOPPED, HangEvidence, Roots
+from keepstep.locate._calls import ranks_of
+from keepstep.locate._hang_desync import diagnose_alone, diagnose_circle, ranks_in_a_circle
+from keepstep.locate._hang_graph import (
+    FEW,
+    MAX_CULPRITS,
+    STOPPED,
+    UNKNOWN_PROCESS,
+    HangEvidence,
+    Roots,
+    arranged,
+)
 from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
-from keepstep.locate._paths import Paths
-from keepstep.locate._waiting import Pending, pending_operations
+from keepstep.locate._left import diagnose_left, left_well
+from keepstep.locate._waiting import Pending
+from keepstep.locate.mismatch import diagnose_mismatch
+
+LEFT_LOOP = "left the training loop"
+_PLACE = re.compile(r"(.+):(\d+) ")
+_LINES = re.compile(r"(.+):(\d+)-(\d+)$")
 
 
 def locate_hang(evidence: Evidence) -> Diagnosis:
     """Name who never entered, stopped, died or entered another operation, or the transfer that is stuck.
 
-    It reads ``states``, ``groups``, ``nodes``, ``silent_nodes``, ``clocks``, ``traffic``, ``probes`` and ``addresses``.
+    It reads ``states``, ``groups``, ``nodes``, ``silent_nodes``, ``clocks``, ``traffic``, ``probes``, ``addresses``
+    and, in ``findings``, which ranks have left with exit code 0.
     """
-    states = evidence.states
-    by_rank = {state.rank: state for state in states}
-    pending = pending_operations([state for state in states if state.alive], evidence.groups)
-    paths = Paths(evidence.probes, evidence.traffic, evidence.addresses)
-    known = HangEvidence(evidence, by_rank, _with_dead(pending, by_rank), paths)
-    gone = [state.rank for state in states if not state.alive or state.process_state in STOPPED]
+    if left := left_well(evidence):
+        return diagnose_left(evidence, left, locate_hang)
+    known = arranged(evidence)
+    if found := diagnose_mismatch(known):
+        return found
+    gone = [state.rank for state in evidence.states if not state.alive or state.process_state in STOPPED]
     if gone:
         return _diagnose_gone(known, sorted(gone))
-    mixed = next((p for p in known.pending if len(p.ops) > 1 and p.collective), None)
-    if mixed is not None:
-        return diagnose_desync(known, mixed)
     roots = _find_roots(known)
     if left := _left_in(known, roots.ranks):
         return _diagnose_left_behind(known, roots, left)
     if roots.ranks:
         return _diagnose_never_entered(known, roots)
     return _diagnose_no_root(known, roots)
-
-
-def _with_dead(pending: Sequence[Pending], by_rank: Mapping[int, RankState]) -> list[Pending]:
-    """The pending operations, dead ranks moved from ``unknown`` to ``absent``: they will never enter."""
-    dead = {rank for rank, state in by_rank.items() if not state.alive}
-    return [
-        replace(
-            p,
-            absent=(*p.absent, *(r for r in p.unknown if r in dead)),
-            unknown=tuple(r for r in p.unknown if r not in dead),
-        )
-        for p in pending
-    ]
 
 
 def _find_roots(known: HangEvidence) -> Roots:
@@ -99,6 +99,9 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
     last = known.last_progress_s(roots.ranks)
     order = sorted(roots.ranks, key=lambda rank: (-waited_for[rank], last[rank]))
     first = next(p for p in known.pending if order[0] in p.absent)
+    is_over = all(known.states[rank].process_state == UNKNOWN_PROCESS for rank in order)
+    if alone := diagnose_alone(known, first, order, is_over=is_over):
+        return alone
     if len(order) > FEW and 2 * len(order) > len(known.states):
         return _diagnose_hardly_any_entered(known, order, first)
     confidence: Confidence = "high" if roots.sure else "medium"
@@ -106,12 +109,33 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
         confidence = "low"
     elif known.silent:
         confidence = "medium"
-    culprits = tuple(known.culprit(rank, first, confidence) for rank in order[:MAX_CULPRITS])
+    culprits = tuple(_never_entered(known, rank, first, confidence) for rank in order[:MAX_CULPRITS])
     roots_text = f"{len(order)} roots, ranks {fold_ranks(order)}"
     if len(order) == 1:
         roots_text = f"one root, rank {order[0]}"
     graph = f"wait-for graph has {roots_text}"
     return known.diagnosis(culprits, set(order), first, (graph, *known.progress_lines(order)))
+
+
+def _never_entered(known: HangEvidence, rank: int, p: Pending, confidence: Confidence) -> Culprit:
+    """A rank that has not entered an operation; it may have left the loop in which the others are."""
+    loop = known.states[rank].left_loop
+    if not loop or not any(_is_inside(flight.site, loop) for flight in known.parts_of(p)):
+        return known.culprit(rank, p, confidence)
+    culprit = known.culprit(rank, p, confidence, LEFT_LOOP)
+    told = f"it is out of {loop}, where {ranks_of(p.waiting)} still are"
+    return replace(culprit, detail="; ".join(filter(None, (told, culprit.detail))))
+
+
+def _is_inside(site: str, loop: str) -> bool:
+    """Whether a place in the code, "file:line function", is in the lines "file:first-last"."""
+    place, lines = _PLACE.match(site), _LINES.match(loop)
+    return (
+        place is not None
+        and lines is not None
+        and place[1] == lines[1]
+        and int(lines[2]) <= int(place[2]) <= int(lines[3])
+    )
 
 
 def _left_in(known: HangEvidence, ranks: Sequence[int]) -> list[Pending]:
@@ -141,9 +165,9 @@ def _diagnose_left_behind(known: HangEvidence, roots: Roots, left: Sequence[Pend
 
 def _diagnose_hardly_any_entered(known: HangEvidence, order: Sequence[int], first: Pending) -> Diagnosis:
     """Most ranks have yet to enter and only a few wait, so nobody is singled out."""
-    phases = sorted({phase_title(known.states[rank].phase) for rank in order} - {""})
-    where = ", ".join(phases) or "no known phase"
-    told = f"ranks {fold_ranks(order)} have not entered {first}; they are in {where}"
+    places = sorted({phase_place(known.states[rank].phase) for rank in order} - {""})
+    where = ", ".join(places) or "in no known phase"
+    told = f"ranks {fold_ranks(order)} have not entered {first}; they are {where}"
     missing = ("what most ranks are busy with: none of it goes through a process group",)
     return known.diagnosis((), set(), first, (told,), missing)
 

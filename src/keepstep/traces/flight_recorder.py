@@ -17,16 +17,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
+from keepstep.traces.recorded_content import Content, content_of
 
 MOST_BYTES = 256 << 20
 _NO_PHASE = -1
+_ENDED = 64  # calls of a group that are told
+_LEAST_PAST = 8  # fewer calls before one are no past to compare it with
 _DEFAULT_GROUP = "default_pg"
 _NAME = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
@@ -62,6 +66,7 @@ class _Entry:
     seq: int
     created_ns: int
     done: bool
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +173,18 @@ def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tupl
     streams: dict[int, list[StreamProgress]] = {rank: [] for rank in dumps}
     flights: dict[int, OpInFlight] = {}
     for rank, dump in dumps.items():
+        ended = _ended(dump.entries)
         last: dict[str, Op] = {e.group: e.op for e in dump.entries if e.peer < 0}
         for group, (enqueued, completed) in dump.counts.items():
             if True not in kinds.get(group, set()):
                 op = int(last.get(group, Op.ALLREDUCE))
                 # Operations of a group run one after the other, so none after the first unfinished one has begun.
                 entered = max(min(enqueued, completed + 1), 0)
-                streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0)))
+                last_ones = tuple(ended.get(group, ())[-_ENDED:])
+                streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0), last_ones))
         oldest = min((e for e in dump.entries if not e.done), key=lambda e: e.created_ns, default=None)
         if oldest is not None:
-            since_s = oldest.created_ns * 1e-9
-            flights[rank] = OpInFlight(oldest.group, int(oldest.op), oldest.peer, oldest.seq, since_s)
+            flights[rank] = _in_flight(oldest, dump.entries)
     for rank, flight in flights.items():
         if flight.peer < 0:
             continue
@@ -206,6 +212,35 @@ def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tupl
         )
         for rank, dump in sorted(dumps.items())
     )
+
+
+def _ended(entries: Sequence[_Entry]) -> dict[str, list[OpEnded]]:
+    """The collectives that are done, by group, oldest first."""
+    found: dict[str, list[OpEnded]] = {}
+    for entry in entries:
+        if entry.done and entry.peer < 0:
+            one, op = entry.content, int(entry.op)
+            found.setdefault(entry.group, []).append(
+                OpEnded(entry.seq, op, one.bytes, one.element, site=one.site)
+            )
+    return found
+
+
+def _in_flight(entry: _Entry, entries: Sequence[_Entry]) -> OpInFlight:
+    one = entry.content
+    return OpInFlight(
+        entry.group, int(entry.op), entry.peer, entry.seq, entry.created_ns * 1e-9, one.site,
+        bytes=one.bytes, element=one.element, usual=_usual(entry, entries),
+    )  # fmt: skip
+
+
+def _usual(entry: _Entry, entries: Sequence[_Entry]) -> int:
+    """How often the rank had made this call after the same one before it; -1 if too little is known."""
+    calls = [(one.group, one.op, one.content.site) for one in entries if one.peer < 0]
+    at = next((i for i, one in enumerate(e for e in entries if e.peer < 0) if one is entry), 0)
+    if at < _LEAST_PAST or not entry.content.site:
+        return -1
+    return list(pairwise(calls[:at])).count((calls[at - 1], calls[at]))
 
 
 def _load(path: Path) -> Any:
@@ -351,4 +386,4 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
         peer = members[there if here == members.index(rank) else here]
     seq = int(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"
-    return _Entry(group, op, peer, seq, int(entry.get("time_created_ns") or 0), done)
+    return _Entry(group, op, peer, seq, int(entry.get("time_created_ns") or 0), done, content_of(entry, op))

@@ -11,25 +11,31 @@ from typing import Any
 class Here:
     """See ``_native``."""
 
-    def __init__(self, judge: Callable[[str], bool], enter: Callable[[FrameType], int]) -> None:
+    def __init__(self, judge: Callable[[str], int], enter: Callable[[FrameType, int], int]) -> None:
         self._judge, self._enter = judge, enter
-        self._foreign: dict[str, bool] = {}
-        self._sites: dict[tuple[object, int], int] = {}
+        self._owners: dict[str, int] = {}
+        self._sites: dict[tuple[object, int, int], int] = {}
 
     def __call__(self) -> int:
         frame: FrameType | None = sys._getframe(1).f_back  # pyright: ignore[reportPrivateUsage]
+        libraries: list[tuple[FrameType, int]] = []
         while frame is not None:
-            code = frame.f_code
-            foreign = self._foreign.get(code.co_filename)
-            if foreign is None:
-                foreign = self._foreign[code.co_filename] = self._judge(code.co_filename)
-            if not foreign:
-                line = code, frame.f_lineno
-                if line not in self._sites:
-                    self._sites[line] = self._enter(frame)
-                return self._sites[line]
+            name = frame.f_code.co_filename
+            owner = self._owners.get(name)
+            if owner is None:
+                owner = self._owners[name] = self._judge(name)
+            if owner == 0:
+                return self._site(frame, libraries[-1][1] if libraries else 0)
+            if owner > 1:
+                libraries.append((frame, owner))
             frame = frame.f_back
-        return 0
+        return self._site(libraries[0][0], 0) if libraries else 0
+
+    def _site(self, frame: FrameType, through: int) -> int:
+        line = frame.f_code, frame.f_lineno, through
+        if line not in self._sites:
+            self._sites[line] = self._enter(frame, through)
+        return self._sites[line]
 
 
 class Oldest:

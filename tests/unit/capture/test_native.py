@@ -70,7 +70,7 @@ class Job:
         self.ways: list[str] = []
         observers = (lambda: False, self._observed)
         self.buckets = Buckets(
-            self, self.here, self.queued.append, lambda: self.compiling, observers, 1, 2, -1, 11
+            self, self.here, self.queued.append, lambda: self.compiling, observers, 1, 2, -1, 11, {"half": 43}
         )
         whole, direct = functools.partial(self._torchs, "whole"), functools.partial(self._torchs, "direct")
         self.allreduce = self.buckets.call(whole, direct, 5, self._general)
@@ -119,6 +119,16 @@ def test_buckets_are_recorded_from_start_to_end() -> None:
     assert job.log[2:] == ["wait for 2", "wait for 3", "end 2", "end 3"]
     job.buckets.over()
     assert len(job.log) == 6
+    assert job.stumbles == []
+
+
+def test_the_flags_tell_the_gradients_type_where_it_is_known() -> None:
+    job = Job()
+    job.buckets.begin()
+    for dtype in ("half", "strange", ["no key"]):
+        job.allreduce([types.SimpleNamespace(nbytes=8, dtype=dtype)], "options")
+    job.bucket()
+    assert [record[5] for record in job.records] == [43, 11, 11, 11]
     assert job.stumbles == []
 
 
@@ -294,11 +304,12 @@ def test_here_asks_once_about_a_file_and_a_line() -> None:
     judged: list[str] = []
     entered: list[int] = []
 
-    def judge(name: str) -> bool:
+    def judge(name: str) -> int:
         judged.append(name)
-        return name != __file__
+        return int(name != __file__)
 
-    def enter(frame: types.FrameType) -> int:
+    def enter(frame: types.FrameType, through: int) -> int:
+        assert through == 0
         entered.append(frame.f_lineno)
         return len(entered)
 
@@ -315,10 +326,10 @@ def test_here_asks_once_about_a_file_and_a_line() -> None:
 
 @pytest.mark.usefixtures("capture_part")
 def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
-    def enter(_: types.FrameType) -> int:
+    def enter(_: types.FrameType, through: int) -> int:
         raise ValueError("no room")
 
-    strangers, failing = Here(lambda _: True, enter), Here(lambda _: False, enter)
+    strangers, failing = Here(lambda _: 1, enter), Here(lambda _: 0, enter)
 
     def operation(here: Here) -> int:
         return here()
@@ -326,6 +337,66 @@ def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
     assert operation(strangers) == 0
     with pytest.raises(ValueError, match="no room"):
         operation(failing)
+
+
+def nested(*names: str) -> tuple[Callable[[Callable[[], int]], int], list[str]]:
+    """A function that calls its argument through one function in each of these files, the first being the outermost."""
+    call: Callable[[Callable[[], int]], int] = lambda asks: asks()  # noqa: E731
+    for name in reversed(names):
+        scope: dict[str, Any] = {"inner": call}
+        exec(compile("def outer(asks):\n    return inner(asks)\n", name, "exec"), scope)
+        call = scope["outer"]
+    return call, list(names)
+
+
+OWNERS = {"user.py": 0, "torch.py": 1, "light.py": 2, "speed.py": 3}
+
+
+@pytest.mark.usefixtures("capture_part")
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (("user.py", "torch.py"), ("user.py", 0)),
+        (("user.py", "light.py", "torch.py"), ("user.py", 2)),
+        (("user.py", "light.py", "torch.py", "speed.py", "torch.py"), ("user.py", 2)),
+        (("user.py", "light.py", "user.py", "torch.py"), ("user.py", 0)),
+        (("light.py", "torch.py", "speed.py", "torch.py"), ("speed.py", 0)),
+        (("torch.py",), None),
+        (("user.py", *["light.py"] * 70), ("user.py", 2)),
+    ],
+)
+def test_here_finds_the_users_line_behind_libraries(
+    files: tuple[str, ...], found: tuple[str, int] | None
+) -> None:
+    entered: list[tuple[str, int]] = []
+
+    def enter(frame: types.FrameType, through: int) -> int:
+        entered.append((frame.f_code.co_filename, through))
+        return 40 + len(entered)
+
+    here = Here(lambda name: OWNERS.get(name, 1), enter)
+    call, _ = nested(*files)
+    for _ in range(3):
+        assert call(lambda: here()) == (41 if found else 0)
+    assert entered == ([found] if found else [])
+
+
+@pytest.mark.usefixtures("capture_part")
+def test_here_tells_a_line_that_calls_two_libraries_apart() -> None:
+    entered: list[int] = []
+
+    def enter(_: types.FrameType, through: int) -> int:
+        entered.append(through)
+        return len(entered)
+
+    here = Here(lambda name: OWNERS.get(name, 1), enter)
+    through_one, _ = nested("light.py")
+    through_other, _ = nested("speed.py")
+    scope: dict[str, Any] = {}
+    exec(compile("def user(call, asks):\n    return call(asks)\n", "user.py", "exec"), scope)
+    found = [scope["user"](call, lambda: here()) for call in (through_one, through_other, through_one)]
+    assert found == [1, 2, 1]
+    assert entered == [2, 3]
 
 
 @pytest.mark.usefixtures("capture_part")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
+import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +15,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import AllreduceOptions, ReduceOp
 
 from keepstep.capture import death
 from keepstep.capture.evaluation import Evaluation
-from keepstep.capture.operations import METHODS
+from keepstep.capture.methods import METHODS
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import Recorder
-from keepstep.capture.sites import finder
+from keepstep.capture.sites import finder, library_of
 from keepstep.capture.works import RecordedWork
 from keepstep.core.errors import RingError
-from keepstep.core.events import Kind, Op, Phase
+from keepstep.core.events import Kind, Op, Phase, element_of, reduction_of
+
+
+def reducing(op: ReduceOp.RedOpType) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(op)
+    return options
+
+
+SUM, MAX, BITWISE = (reducing(op) for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BXOR))
 
 
 class FakeOperation:
@@ -265,6 +278,59 @@ def test_a_site_is_the_users_line_and_entered_once() -> None:
     assert other not in found
     assert writer.texts[other].startswith(__file__)
     assert "test_a_site_is_the_users_line" in writer.texts[other]
+
+
+def test_a_site_behind_a_library_is_the_users_line_and_names_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "pytorch_lightning"
+    package.mkdir()
+    (package / "__init__.py").write_text("def fit(asks):\n    return asks()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
+    fit = importlib.import_module("pytorch_lightning").fit
+    recorder, writer = claimed()
+    here = finder(recorder, os.path.dirname(torch.__file__))
+    scope: dict[str, Any] = {}
+    exec(compile("def operation(here):\n    return here()\n", str(package / "own.py"), "exec"), scope)
+    found = fit(
+        lambda: scope["operation"](here)
+    )  # the lambda is a line of the user's, inside of the library's call
+    assert writer.texts[found].endswith("<lambda>")
+    found = fit(functools.partial(scope["operation"], here))
+    assert writer.texts[found].startswith(f"{__file__}:")
+    assert writer.texts[found].endswith(
+        "test_a_site_behind_a_library_is_the_users_line_and_names_the_library (called through lightning)"
+    )
+    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+
+
+def test_a_folder_of_the_users_is_no_library_by_its_name() -> None:
+    assert library_of("/home/me/model/transformers/block.py") == ""
+    assert library_of(__file__) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "element", "reduction"),
+    [
+        ("allreduce", ([torch.zeros(4)], SUM), "float32", "SUM"),
+        ("allreduce", (torch.zeros(4, dtype=torch.bfloat16), MAX), "bfloat16", "MAX"),
+        ("allreduce", ([torch.zeros(4)],), "float32", ""),
+        ("allreduce", ([torch.zeros(4)], BITWISE), "float32", "BITWISE"),
+        ("allgather", ([[torch.zeros(4)] * 2], [torch.zeros(4)], SUM), "float32", ""),
+        ("broadcast", ([torch.zeros(4, dtype=torch.int64)],), "int64", ""),
+        ("gather", ([], [torch.zeros(4, dtype=torch.bool)]), "bool", ""),
+        ("allreduce", ([],), "", ""),
+        ("allreduce", (), "", ""),
+        ("barrier", (SUM,), "", ""),
+        ("allreduce", (torch.zeros(4).to_sparse(), SUM), "float32", "SUM"),
+    ],
+)
+def test_the_content_of_a_call(name: str, arguments: tuple[Any, ...], element: str, reduction: str) -> None:
+    bits = METHODS[name].content(arguments)
+    assert (element_of(bits), reduction_of(bits)) == (element, reduction)
+    assert bits & 0xFF == 0
+    assert 0 <= bits <= 0xFFFF
 
 
 def test_bytes_of_each_operation() -> None:

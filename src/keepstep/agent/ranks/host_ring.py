@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keepstep.agent.ranks.last_calls import LastCalls, last_calls
 from keepstep.core.events import SET_UP, Flag
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import Batch, RingReader
@@ -22,9 +23,20 @@ _ENQUEUED = int(Flag.ENQUEUED)
 class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
+    _calls: tuple[int, LastCalls] | None = None
+
+    def last_calls(self, progress: int) -> LastCalls:
+        """The last collectives. ``progress``: a number that changes with every record, so that these are kept by it."""
+        if self._calls is None or self._calls[0] != progress:
+            self._calls = progress, last_calls(self.snapshot(), self.sites())
+        return self._calls[1]
+
     def poll(self) -> Batch:
         batch = super().poll()
         return Batch(_judged(batch.started), _judged(batch.finished), batch.lost, batch.unfinished)
+
+    def snapshot(self) -> Any:
+        return _judged(super().snapshot())
 
     def in_flight(self) -> Any:
         return _judged(super().in_flight())

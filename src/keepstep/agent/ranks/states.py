@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.last_calls import LastCalls
+from keepstep.agent.ranks.loops import left_loop
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors.activity import py_spy
-from keepstep.core.events import Kind
+from keepstep.core.events import Kind, element_of, reduction_of
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
 from keepstep.core.within import within
 
@@ -17,18 +22,57 @@ _MOST_IN_FLIGHT = 256
 _SITE_CHARACTERS = 200
 _STACK_S = 5.0
 _STACK_CHARACTERS = 20_000
+_NO_CALLS = LastCalls()
 
 
 def operations_in_flight(
-    rows: Rows, groups: Sequence[GroupInfo], sites: Sequence[str] = ()
+    rows: Rows, groups: Sequence[GroupInfo], sites: Sequence[str] = (), calls: LastCalls = _NO_CALLS
 ) -> tuple[OpInFlight, ...]:
     """The operations among the ring's records in flight, by the time they were entered; at most the newest 256."""
-    rows = rows[rows["kind"] != Kind.PHASE]
-    rows = rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
+    rows = _operations(rows)
     fields = rows[["group", "op", "peer", "seq", "start_ns", "site", "wait_ns"]].tolist()
+    content = rows[["ticket", "bytes", "flags", "thread"]].tolist()
     return tuple(
-        OpInFlight(_name(groups, group), op, peer, seq, start_ns * 1e-9, _site(sites, site), wait_ns > 0)
-        for group, op, peer, seq, start_ns, site, wait_ns in fields
+        OpInFlight(
+            _name(groups, group), op, peer, seq, start_ns * 1e-9, _site(sites, site), wait_ns > 0,
+            bytes=nbytes, element=element_of(flags), reduction=reduction_of(flags),
+            usual=calls.usual.get(ticket, -1), thread=thread,
+        )
+        for (group, op, peer, seq, start_ns, site, wait_ns), (ticket, nbytes, flags, thread)
+        in zip(fields, content, strict=True)
+    )  # fmt: skip
+
+
+def last_failed(
+    track: RankTrack, in_flight: Rows, sites: Sequence[str] = (), calls: LastCalls = _NO_CALLS
+) -> tuple[OpInFlight, ...]:
+    """The operations in which a rank failed: those that were under way at the first of the latest failures.
+
+    What it entered later failed as a consequence, such as a barrier in a ``finally``. None where the rank has gone on
+    since and is in another operation.
+    """
+    if track.failed is None:
+        return ()
+    gave_up_ns = int(track.failed["end_ns"].min())
+    if bool((_operations(in_flight)["start_ns"] > gave_up_ns).any()):
+        return ()
+    return _located(track, track.failed[track.failed["start_ns"] < gave_up_ns], sites, calls)
+
+
+def _operations(rows: Rows) -> Rows:
+    """The operations among records, by the time they were entered; at most the newest 256."""
+    rows = rows[rows["kind"] != Kind.PHASE]
+    return rows[rows["start_ns"].argsort(kind="stable")][-_MOST_IN_FLIGHT:]
+
+
+def _located(
+    track: RankTrack, rows: Rows, sites: Sequence[str], calls: LastCalls = _NO_CALLS
+) -> tuple[OpInFlight, ...]:
+    """The operations among records, with what the rank's latest iterations tell about them."""
+    rows = _operations(rows)
+    return tuple(
+        replace(one, failed_s=int(row["end_ns"]) * 1e-9, repeats=track.repeats(row))
+        for one, row in zip(operations_in_flight(rows, track.groups, sites, calls), rows, strict=True)
     )
 
 
@@ -45,12 +89,17 @@ def rank_state(
     links: tuple[LinkState, ...] = (),
     stillness: Stillness | None = None,
     timeout_s: float = 0.0,
+    calls: LastCalls = _NO_CALLS,
+    incarnation: int = -1,
 ) -> RankState:
     """The state of one rank.
 
     ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
+    ``calls``: its last collectives.
     """
     phase, since_ns = track.phase()
+    if track.failed is not None:
+        in_flight = in_flight[~np.isin(in_flight["ticket"], track.failed["ticket"])]
     table = streams[["group", "op", "peer", "started", "completed"]].tolist()
     return RankState(
         rank=track.rank,
@@ -61,8 +110,13 @@ def rank_state(
         progress=track.progress,
         last_progress_s=track.last_progress_ns * 1e-9,
         now_s=now_ns * 1e-9,
-        in_flight=operations_in_flight(in_flight, track.groups, sites),
-        streams=tuple(StreamProgress(_name(track.groups, group), *others) for group, *others in table),
+        in_flight=_located(track, in_flight, sites, calls),
+        streams=tuple(
+            StreamProgress(
+                _name(track.groups, group), op, peer, *counts, calls.ended.get(group, ()) if peer < 0 else ()
+            )
+            for group, op, peer, *counts in table
+        ),
         process_state=process_state,
         stack=stack,
         microbatch=track.cutter.microbatch(),
@@ -71,6 +125,9 @@ def rank_state(
         links=links,
         stillness=stillness,
         timeout_s=timeout_s,
+        failed=last_failed(track, in_flight, sites, calls),
+        incarnation=incarnation,
+        left_loop=left_loop(stack, _site(sites, calls.main_site)) if stack and calls.main_site else "",
     )
 
 
