@@ -8,9 +8,10 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
-    found kind=slow rank=1 step=32 ...        a finding by its agent (crash: launcher); rank=0-3: several
+    found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1]   answer the last StateRequest; rank is not in the collective
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1]   answer the last StateRequest; rank is not in the
+                                              collective, or none is
     reachable node=0-2                        their agents say where they answer probes
     probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the pair,
                                               or from the node
@@ -224,7 +225,8 @@ class Stage:
                 exit_code=int(fields.get("code", 0)),
                 message=fields.get("message", "").replace("_", " "),
             )
-            out += self.say(self.peer(f"{'launcher' if kind == 'crash' else 'agent'}{node}"), Found(finding))
+            who = "launcher" if kind in ("crash", "exit") else "agent"
+            out += self.say(self.peer(f"{who}{node}"), Found(finding))
         return out
 
     def do_profiles(
@@ -253,7 +255,7 @@ class Stage:
         return out
 
     def do_states(
-        self, rank: str, idle: str, nodes: str = "", going: str = "0", dead: str = "0"
+        self, rank: str, idle: str, nodes: str = "", going: str = "0", dead: str = "0", none: str = "0"
     ) -> list[Effect]:
         asked, out = self.asked, []
         assert isinstance(asked, StateRequest)
@@ -261,7 +263,9 @@ class Stage:
             idle_s = 0.0 if going == "1" else float(idle)
             states = tuple(
                 replace(
-                    stand_ins.state(one, self.now_s, step=40, idle_s=idle_s, waits=one != int(rank)),
+                    stand_ins.state(
+                        one, self.now_s, step=40, idle_s=idle_s, waits=none == "0" and one != int(rank)
+                    ),
                     alive=dead == "0",
                 )
                 for one in self.ranks_of(node)

@@ -68,7 +68,7 @@ class Cases:
                 continue
             if incident.kind == "slow":
                 self._open.slow.append(SlowCase(self.desk, incident))
-            elif incident.kind == "crash":
+            elif incident.has_deaths:
                 self._open.crash = CrashCase(self.desk, incident)
             else:
                 self._open.hang = HangCase(self.desk, incident)
@@ -118,6 +118,8 @@ class Cases:
         kind = finding.kind
         if kind == "crash":
             self._crash_found(finding, now_s)
+        elif kind == "exit":
+            self._left(finding)
         elif self._open.crash is not None or self._open.ending.under_way:
             return  # findings after a crash are its consequences
         elif kind == "slow":
@@ -133,7 +135,7 @@ class Cases:
         elif kind == "resumed":
             if self._open.hang is not None and not self._open.hang.closed:
                 self._open.hang.resumed(finding, now_s)
-        elif kind != "exit":
+        else:
             self.ignored += 1
 
     def _slow_found(self, finding: Finding, now_s: float) -> None:
@@ -173,10 +175,25 @@ class Cases:
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self._open.crash is not None and finding.incarnation < self._open.crash.incarnation:
             return  # repeated to a controller that was restarted
-        self._death_in(finding.incarnation, now_s).found(finding, now_s)
-        for case in [*self._open.slow, *([self._open.hang] if self._open.hang else [])]:
+        crash = self._death_in(finding.incarnation, now_s)
+        crash.found(finding, now_s)
+        if self._open.hang is not None:
+            crash.follows(self._open.hang)
+            self._open.hang = None
+        for case in self._open.slow:
             case.end(now_s)
         self._open.sweep()
+
+    def _left(self, finding: Finding) -> None:
+        """Note that a rank ended with exit code 0: evidence, where others turn out to wait for it."""
+        self.desk.cluster.leave(finding)
+        if self._open.crash is not None:
+            self._open.crash.left()
+
+    def finished(self, node: Node, incarnation: int, now_s: float) -> None:
+        """Note that all ranks of a node ended with exit code 0."""
+        for rank in node.ranks:
+            self._left(Finding("exit", rank, node.name, now_s, -1, incarnation=incarnation))
 
     def lost(self, node: Node, now_s: float) -> bool:
         """Note that a node's agent and launcher are gone; False: a hang's probes reach it, so it is not lost."""
@@ -203,10 +220,7 @@ class Cases:
 
     def exit_code(self, now_s: float) -> int:
         """The exit code of the first death; 0 without one."""
-        if self._open.crash is None:
-            return 0
-        self._open.crash.decide(now_s)
-        return self._open.crash.exit_code or 0
+        return 0 if self._open.crash is None else self._open.crash.exit_code(now_s) or 0
 
     def stopped(self, code: int) -> None:
         """Note at the open crash that the job was told to end."""
@@ -248,6 +262,8 @@ class Cases:
         if node is None or node.launcher is None:
             return False
         self._effects.append(Send((node.launcher,), kill))
+        if self._open.hang is not None:
+            self._open.hang.ended.add(kill.rank)
         return True
 
     # --- answers --------------------------------------------------------------------------------------------------
@@ -270,8 +286,10 @@ class Cases:
                 if case is not None and case.probing == question.number and not case.closed:
                     case.probed(probes, now_s)
         elif question.kind is States:
-            case, remedy = self._open.hang, self._remedy
-            if remedy is not None and remedy.question == question.number:
+            case, remedy, crash = self._open.hang, self._remedy, self._open.crash
+            if crash is not None and crash.takes(question.number):
+                crash.states(question.number, question.answers)
+            elif remedy is not None and remedy.question == question.number:
                 remedy.states(question.answers)
             elif case is not None and case.question == question.number and not case.closed:
                 case.states(question.answers, self._names(question.unanswered), now_s)

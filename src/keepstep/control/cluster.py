@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from keepstep.core.finding import Finding
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
 from keepstep.wire.messages import Heartbeat, RankBeat
@@ -64,6 +65,8 @@ class Cluster:
         self.newest_step = -1
         self.refused_groups = 0
         self.overdue_nodes = 0  # nodes whose ranks all wait for others, longer than usual
+        self.left: dict[int, Finding] = {}  # ranks that ended with exit code 0, of one incarnation
+        self._left_in = -1  # that incarnation
         self._members = 0
         self._home: dict[int, Node] = {}
 
@@ -137,6 +140,16 @@ class Cluster:
             self._members += len(group.members)
             self.groups[group.name] = group
 
+    def leave(self, finding: Finding) -> None:
+        """Note that a rank has ended with exit code 0."""
+        if finding.incarnation < self._left_in:
+            return  # repeated to a controller that was restarted
+        if finding.incarnation > self._left_in:
+            self._left_in = finding.incarnation
+            self.left.clear()
+        step = finding.step if finding.step >= 0 else self.step_of(finding.rank) + 1
+        self.left.setdefault(finding.rank, replace(finding, step=step))
+
     def begin_again(self, names: Mapping[int, str]) -> None:
         """Forget what ranks do and which groups they have: the job was re-formed by the nodes with these names."""
         for rank, node in list(self.nodes.items()):
@@ -147,6 +160,7 @@ class Cluster:
             else:
                 node.beat, node.overdue, node.left, node.lost_s = None, False, False, None
         self.overdue_nodes = 0
+        self.left.clear()
         self.groups.clear()
         self._members = 0
 

@@ -378,6 +378,8 @@ class Controller:
             sender.node.left = True
         if ended.exit_code == 0:
             self.reforming.ended(sender.launcher)
+            if sender.node is not None:
+                self.cases.finished(sender.node, ended.incarnation, now_s)
         elif self.ending.stop is None:
             who = "" if ended.by_operator else f"node {sender.launcher.node} failed: "
             self._end_job(End(ended.exit_code, who + ended.message, ended.by_operator), now_s)

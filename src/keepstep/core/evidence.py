@@ -43,7 +43,8 @@ class Evidence:
         silent_nodes: nodes whose agent does not answer.
         probes: outcomes of probes between nodes; ``Diagnosis.paths`` says which ones to make.
         addresses: node name by address, of nodes that reported no traffic of their own.
-        findings: deaths of processes, as agents and launchers reported them; other findings are ignored.
+        findings: deaths of processes, and ranks that ended with exit code 0, as agents and launchers reported them;
+            other findings are ignored.
     """
 
     groups: Mapping[str, GroupInfo]

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One observation on one rank. ``kind``: ``slow``, ``relief``, ``hang``, ``resumed``, ``crash``, ``exit``."""
+    """One observation on one rank.
+
+    ``kind``: ``slow``, ``relief``, ``hang``, ``resumed``, ``crash`` or ``exit``: the rank ended with exit code 0 while
+    others still ran.
+    """
 
     kind: str
     rank: int
@@ -23,4 +27,4 @@ class Finding:
     exit_code: int = 0  # crash: as `run` would return it (128+N for a signal)
     message: str = ""  # crash: the error's last line, from the error file where there is one
     confidence: float = 1.0
-    incarnation: int = 0  # crash: incarnation of the process that died
+    incarnation: int = 0  # crash, exit: incarnation of the process

@@ -72,7 +72,7 @@ class Action:
 class Event:
     """Something that became known about an incident, and when."""
 
-    what: Literal["noticed", "verdict", "sharper", "validation"]
+    what: Literal["noticed", "verdict", "sharper", "validation", "deaths"]
     unix_s: float
     step: int | None = None
     detail: str = ""
@@ -127,3 +127,8 @@ class Incident:
     next_action: str = ""  # what will be done about the incident next, if nothing changes
     next_unix_s: float | None = None  # when `next_action` is due; None when it has no time
     schema: int = INCIDENT_SCHEMA
+
+    @property
+    def has_deaths(self) -> bool:
+        """Whether processes died in it: it is a crash, or a hang that ended in deaths."""
+        return self.kind == "crash" or any(event.what == "deaths" for event in self.events)

@@ -14,6 +14,11 @@ _ONSETS = {
     "desync": "last progress",
     "crash": "first death",
 }
+_EVENTS = {
+    "sharper": "sharper verdict",
+    "validation": "",
+    "deaths": "",
+}  # by what they tell; others by their name
 _ENDS = {"relieved": "over", "transient": "over", "ended": "over with the job, or by what came after it"}
 
 
@@ -35,7 +40,7 @@ def rows(incident: Incident) -> list[Row]:
     if not incident.events and incident.detected_unix_s:
         found.append(Row(incident.detected_unix_s, incident.detected_step, "verdict"))
     for event in incident.events:
-        what = {"sharper": "sharper verdict", "validation": ""}.get(event.what, event.what)
+        what = _EVENTS.get(event.what, event.what)
         found.append(Row(event.unix_s, event.step, ": ".join(filter(None, (what, event.detail)))))
     found += [
         Row(one.begun_unix_s, one.step, done(one) + _cost(one))

@@ -20,6 +20,7 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.incidents.locators import Locators
+from keepstep.core.deaths import testimony
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_ranks
@@ -52,7 +53,7 @@ from keepstep.wire.messages import (
 
 
 class PlainLocators(Locators):
-    """Slow: the largest growth of own time. Hang: who waits in nothing. Crash: the earliest."""
+    """Slow: the largest growth of own time. Hang: who waits in nothing. Crash: the earliest, else as a hang."""
 
     def offsets(self, samples: Mapping[str, Sequence[ClockSample]]) -> None:
         return None
@@ -147,11 +148,25 @@ class PlainLocators(Locators):
         return diagnosis
 
     def crash(self, evidence: Evidence) -> Diagnosis:
-        findings = evidence.findings
-        first = min(findings, key=lambda finding: finding.time_s)
+        findings = [finding for finding in evidence.findings if finding.kind == "crash"]
+        own = [finding for finding in findings if testimony(finding) != "echo"]
+        if not own:
+            left = [finding.rank for finding in evidence.findings if finding.kind == "exit"]
+            return self.echoes(evidence, [finding.rank for finding in findings], left)
+        first = min(own, key=lambda finding: finding.time_s)
         victims = tuple(finding.rank for finding in findings if finding.rank != first.rank)
         blamed = Culprit(first.rank, None, first.node, "", 0, "high", "process died", first.message)
         return Diagnosis("crash", (blamed,), victims, (f"{len(findings)} deaths",), ())
+
+    def echoes(self, evidence: Evidence, died: Sequence[int], left: Sequence[int]) -> Diagnosis:
+        idle = [state.rank for state in evidence.states if not state.in_flight]
+        cause = "left with exit code 0" if left else "never entered"
+        blamed = tuple(
+            Culprit(rank, None, evidence.nodes[rank], "", 0, "high", cause) for rank in left or idle
+        )
+        victims = tuple(rank for rank in died if rank not in (left or idle))
+        missing = () if blamed else ("whom they waited for",)
+        return Diagnosis("crash", blamed, victims, (f"{len(died)} deaths of waiting",), missing)
 
 
 def iterations(

@@ -48,12 +48,20 @@ def test_ended_by_the_launcher_is_a_consequence():
     assert "SIGSEGV" in found.summary
 
 
-@pytest.mark.parametrize("message", [CLOSED, "torch.distributed.DistBackendError: NCCL error", "Broken pipe",
-                                     "RuntimeError: Socket closed", "Connection reset by peer"])  # fmt: skip
-def test_only_consequences_leave_the_cause_open(message):
+@pytest.mark.parametrize(
+    "message",
+    [
+        CLOSED,
+        "torch.distributed.DistBackendError: NCCL error: remote process exited",
+        "RuntimeError: Socket closed",
+        "RuntimeError: Connection reset by peer",
+    ],
+)
+def test_of_deaths_that_only_tell_of_others_nobody_is_named(message):
     found = locate_crash(Evidence({}, {}, findings=[crash(0, 10.0, message), crash(1, 11.0, message)]))
-    assert [(c.rank, c.confidence) for c in found.culprits] == [(0, "low")]
+    assert found.culprits == ()
     assert any("first death" in text for text in found.missing)
+    assert found.victims == (0, 1)
 
 
 def test_the_same_error_everywhere_looks_like_the_program():
@@ -85,6 +93,35 @@ def test_reported_twice_counts_once():
     found = locate_crash(Evidence({}, {}, findings=[crash(2, 10.0, code=1), crash(2, 10.4, "ValueError: x")]))
     assert [c.rank for c in found.culprits] == [2]
     assert "ValueError: x" in found.summary
+
+
+def test_two_that_were_killed_at_once_are_both_named():
+    killed = [crash(1, 10.0, code=137), crash(5, 10.1, code=137)]
+    echoes = [crash(rank, 10.05, CLOSED) for rank in (0, 2, 3)]
+    nodes = dict.fromkeys(range(8), "n0")
+    found = locate_crash(Evidence({}, nodes, findings=[*echoes, *killed]))
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(1, "high"), (5, "high")]
+    assert found.victims == (0, 2, 3)
+
+
+def test_a_whole_job_that_is_killed_blames_nobody_for_sure():
+    nodes = dict.fromkeys(range(3), "n0")
+    found = locate_crash(Evidence({}, nodes, findings=[crash(rank, 10.0, code=137) for rank in nodes]))
+    assert {c.confidence for c in found.culprits} == {"low"}
+
+
+def test_a_death_without_words_is_not_blamed_for_sure():
+    found = locate_crash(Evidence({}, {}, findings=[crash(1, 10.0), crash(0, 10.1, CLOSED)]))
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(1, "medium")]
+    assert found.missing == ("the last words of rank 1",)
+
+
+def test_a_signal_that_asks_to_end_is_blamed_only_if_nothing_else_is_known():
+    nodes = dict.fromkeys(range(4), "n0")
+    alone = locate_crash(Evidence({}, nodes, findings=[crash(2, 10.0, code=143), crash(0, 10.1, CLOSED)]))
+    assert [(c.rank, c.confidence) for c in alone.culprits] == [(2, "medium")]
+    all_of_them = [crash(rank, 10.0, code=143) for rank in nodes]
+    assert locate_crash(Evidence({}, nodes, findings=all_of_them)).culprits == ()
 
 
 def test_no_death():

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from keepstep.agent.ranks.clocks import ClockSampler
-from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.event_buffer import Rows, joined
 from keepstep.agent.ranks.iterations import Cut, IterationCutter
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
-from keepstep.core.events import Kind, Phase
+from keepstep.core.events import Flag, Kind, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
 
 HISTORY = 256
 _CUTS = 24
+_CUTS_COMPARED = 2  # latest iterations that are looked through for an operation
 _CUT_ROWS = 32_768  # most records kept with iterations, about 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
+_FAILED = int(Flag.FAILED)
+_MOST_FAILED = 64
 _ENDS = {"relief": "slow", "resumed": "hang"}  # by the kind of a finding, the kind that it ends
 _SHORT_PHASES = (int(Phase.DATA), int(Phase.OPTIMIZER))
 # Longer data and optimizer phases have been reported as hangs or are learned as pauses.
@@ -44,6 +50,7 @@ class RankTrack:
         waiting: whether the rank makes no progress because it is blocked in an operation.
         history: the last 256 iterations of which no record was lost.
         standing: the findings that still hold, by kind.
+        failed: the latest operations that ended with an error, and after which none was entered that ended well.
     """
 
     def __init__(self, rank: int, node: str, local: Collection[int], records: int = 65536) -> None:
@@ -56,6 +63,7 @@ class RankTrack:
         self.history: deque[IterationSummary] = deque(maxlen=HISTORY)
         self.latest: IterationSummary | None = None
         self.standing: dict[str, Finding] = {}
+        self.failed: Rows | None = None
         self.clock = ClockSampler(rank, local)
         self.cutter = IterationCutter(records)
         self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # the latest iterations with their records
@@ -68,8 +76,8 @@ class RankTrack:
         self._next_search_ns = 0
 
     def phase(self) -> tuple[int, int]:
-        """The rank's phase, and since when in ns; the time of the last progress if that is not known."""
-        phase, since_ns = self.cutter.phase()
+        """The rank's phase as far as it is evident, and since when in ns: else the time of the last progress."""
+        phase, since_ns = self.cutter.evident_phase()
         return phase, since_ns or self.last_progress_ns
 
     def take(
@@ -82,7 +90,8 @@ class RankTrack:
         """
         taken = Taken()
         if len(started) or len(finished):
-            self.progress += len(started) + len(finished)
+            ended = finished[(finished["flags"] & _FAILED) == 0]  # an operation that fails ends no standstill
+            self.progress += len(started) + len(ended)
             if len(started):
                 self.thread = int(started["thread"][-1])
                 self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
@@ -90,10 +99,12 @@ class RankTrack:
                     self.groups = list(groups())
                     self._names = {number: group.name for number, group in enumerate(self.groups)}
                     self.clock.know(self.groups)
+            if len(ended):
+                self.last_progress_ns = max(self.last_progress_ns, int(ended["end_ns"].max()))
             if len(finished):
-                self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
                 self.clock.take(finished)
                 self._learn_phases(finished)
+                self._note_failures(finished)
         self.lost += lost
         for cut in self.cutter.feed(started, finished, lost, now_ns):
             self._iteration(cut, now_ns, taken)
@@ -119,19 +130,27 @@ class RankTrack:
         ]
 
     def look(
-        self, now_ns: int, in_flight: Callable[[], Rows], *, stopped_ns: int = 0, held: bool = False
+        self,
+        now_ns: int,
+        in_flight: Callable[[], Rows] | None,
+        *,
+        stopped_ns: int = 0,
+        held: bool = False,
+        still_ns: int = 0,
     ) -> Finding | None:
         """Check whether the rank makes progress. To be called about 20 times a second while its process lives.
 
-        ``in_flight()`` is called now and then for the ring's records in flight while the rank makes no progress.
+        ``in_flight()`` is called now and then for the ring's records in flight while the rank makes no progress; None:
+        its process has not opened the ring yet.
         ``stopped_ns``: for how long its process has been seen stopped. ``held``: a hold is in force, so that
-        a standstill of this rank is intended.
+        a standstill of this rank is intended. ``still_ns``: for how long its process has done nothing at all.
         """
-        if not self.progress:
+        if not self.progress and in_flight is not None:
             return None
         moved = self.progress != self._progress_then
         if moved or now_ns >= self._next_search_ns:
-            self.waiting = not moved and blocked(in_flight())
+            gave_up = self.failed is not None and self.waiting  # it waited until then
+            self.waiting = not moved and in_flight is not None and (gave_up or blocked(in_flight()))
             self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()
         found = self.watch.progress(
@@ -142,11 +161,32 @@ class RankTrack:
             self.waiting,
             stopped_ns * 1e-9,
             held,
-            self.last_progress_ns * 1e-9,
+            self.last_progress_ns * 1e-9 if self.progress else None,
+            still_ns * 1e-9,
         )
         if found is not None:
             self._note([found])
         return found
+
+    def repeats(self, row: Any) -> bool:
+        """Whether one of the latest iterations has an operation of this kind and group from the same place."""
+        same = ("kind", "op", "group", "site")
+        return any(
+            bool(np.logical_and.reduce([cut.rows[name] == row[name] for name in same]).any())
+            for cut in list(self._cuts)[-_CUTS_COMPARED:]
+        )
+
+    def _note_failures(self, finished: Rows) -> None:
+        if self.failed is None and not (finished["flags"] & _FAILED).any():
+            return
+        operations = finished[finished["kind"] != _PHASE]
+        has_failed = (operations["flags"] & _FAILED) != 0
+        failed = operations[has_failed]
+        if self.failed is not None:
+            failed = joined([self.failed, failed])
+        entered_ns = int(operations["start_ns"][~has_failed].max(initial=0))
+        failed = failed[failed["end_ns"] > entered_ns][:_MOST_FAILED]
+        self.failed = failed if len(failed) else None
 
     def _learn_phases(self, finished: Rows) -> None:
         """Learn from finished phases how long data loading and optimizer steps usually take."""

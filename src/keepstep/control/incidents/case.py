@@ -42,11 +42,15 @@ class Desk:
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
 
     def evidence(self, now_s: float, **known: Any) -> Evidence:
-        """Evidence for the locators: what is ``known``, with the job's groups, nodes, clocks and host causes."""
+        """Evidence for the locators: what is ``known``, with the job's groups, nodes, clocks and host causes.
+
+        And with the ranks that have left, where no other ``findings`` are known.
+        """
         clocks = None
         with suppress(Exception):  # without clocks the locators still have durations
             clocks = self.locators.offsets(self.cluster.clock_samples())
         causes = self.cluster.causes(now_s)
+        known.setdefault("findings", tuple(self.cluster.left.values()))
         return Evidence(self.cluster.groups, self.cluster.node_of, clocks, causes=causes, **known)
 
 
@@ -110,7 +114,7 @@ def new_incident(desk: Desk, kind: IncidentKind, now_s: float, **known: Any) -> 
 def noted(
     desk: Desk,
     incident: Incident,
-    what: Literal["verdict", "sharper", "validation", ""],
+    what: Literal["verdict", "sharper", "validation", "deaths", ""],
     now_s: float,
     detail: str = "",
 ) -> Incident:

@@ -1,19 +1,30 @@
-"""Crashes: the first finding opens a case, those of the next moments join it, the verdict names who died first."""
+"""Crashes: the first finding opens a case, those of the next moments join it, the verdict names the cause.
+
+Agents are asked where the ranks were: those that died, whose rings are still there, and the others. Deaths that only
+tell of others are the end of the hang that was open, and belong to its incident.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.case import Case, Desk, same_culprits, unlocated
+from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, unlocated
+from keepstep.control.incidents.hang_case import HangCase
+from keepstep.core.deaths import DIED, testimony
+from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Culprit, Diagnosis, Incident, Recovery
+from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import RankState
+from keepstep.core.summary import GroupInfo, RankState
+from keepstep.wire.messages import States
 
 GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
-_SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more ranks died meanwhile
+_ANSWERS_S = 1.0  # longest wait from the first finding for the states of ranks
+_SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become known meanwhile
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
+_MOST_WORDS = 120  # characters of a rank's last words in an event
 
 
 class CrashCase(Case):
@@ -21,10 +32,17 @@ class CrashCase(Case):
 
     def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
         self._desk, self.incident = desk, incident
+        # The hang that was open at the first death, until that is explained.
+        self._hang: HangCase | None = None
+        self._continues = incident is not None and incident.kind != "crash"  # a hang's incident
+        self._questions: set[int] = set()  # open questions about the states of ranks
+        self._asked: set[int] = set()  # nodes that were asked
+        self._asked_all = self._knows_own = False  # whether a rank is known that died of its own doing
+        self._states: dict[int, RankState] = {}  # what they answered, by rank
+        self._actions: list[Action] = []  # what was done before there was an incident
         self._findings: dict[int, Finding] = {}
         self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
         self._first_s: float | None = None
-        self._step = -1
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
@@ -37,8 +55,8 @@ class CrashCase(Case):
             finding = replace(finding, step=self._desk.cluster.step_of(finding.rank) + 1)
         self._findings[finding.rank] = finding
         self.incarnation = finding.incarnation
-        self._step = max(self._step, finding.step)
         self._began(now_s)
+        self._ask(finding, now_s)
 
     def lost(self, node: str, ranks: tuple[int, ...], now_s: float, incarnation: int = -1) -> None:
         """Take the loss of a whole node into the case: neither its agent nor its launcher is connected."""
@@ -46,10 +64,43 @@ class CrashCase(Case):
         self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
-    @property
-    def exit_code(self) -> int | None:
+    def left(self) -> None:
+        """Note that it has become known that a rank ended with exit code 0."""
+        self._dirty = self._dirty or bool(self._findings)
+
+    def follows(self, hang: HangCase) -> None:
+        """Take over a hang that is open: it ends with these deaths, or they belong to it."""
+        self._hang = hang
+
+    def takes(self, question: int) -> bool:
+        """Whether this case has asked the question."""
+        return question in self._questions
+
+    def states(self, question: int, answers: Sequence[States]) -> None:
+        """Take the states of ranks; a verdict that was given without them is looked at again."""
+        self._questions.discard(question)
+        for state in [state for answer in answers for state in answer.states]:
+            # A ring may still be that of the last incarnation, or already that of the next.
+            is_of_now = state.incarnation in (-1, max(self.incarnation, 0))
+            if is_of_now and len(self._states) < _MOST_STATES:
+                self._states[state.rank] = state
+                self._dirty = True
+        for rank, finding in self._findings.items():
+            state = self._states.get(rank)
+            if state is not None:
+                self._findings[rank] = replace(finding, step=state.step + 1)
+
+    def acted(self, action: Action) -> None:
+        """Note what was done about the incident; before there is one it waits."""
+        if self.incident is None:
+            self._actions.append(action)
+        else:
+            super().acted(action)
+
+    def exit_code(self, now_s: float) -> int | None:
         """The exit code of the rank to blame, else of the first rank that died; None when it is not known."""
-        blamed = [culprit.rank for culprit in self.incident.culprits] if self.incident else []
+        culprits = self.incident.culprits if self.incident else self._locate(now_s).culprits
+        blamed = [culprit.rank for culprit in culprits]
         for rank in [*blamed, *self._findings]:
             finding = self._findings.get(rank) if rank is not None else None
             if finding is not None and finding.exit_code:
@@ -63,8 +114,12 @@ class CrashCase(Case):
         if not self._dirty:
             self._watch_restart(now_s)
             return
-        since_s = self._first_s if self._decided_s is None else self._decided_s
-        if now_s - since_s >= (GATHER_S if self._decided_s is None else _SHARPEN_S):
+        if self._decided_s is None:
+            waits = bool(self._questions) and not self._knows_own
+            is_due = now_s - self._first_s >= (_ANSWERS_S if waits else GATHER_S)
+        else:
+            is_due = now_s - self._decided_s >= _SHARPEN_S
+        if is_due:
             self.decide(now_s)
 
     def decide(self, now_s: float) -> None:
@@ -74,11 +129,24 @@ class CrashCase(Case):
         self._dirty, self._decided_s = False, now_s
         cluster, old = self._desk.cluster, self.incident
         diagnosis = self._locate(now_s)
-        if old is not None and (same_culprits(old, diagnosis) or not diagnosis.culprits):
-            self.incident = replace(old, victims=diagnosis.victims or old.victims)
+        if self._hang is not None:
+            hang, self._hang = self._hang, None
+            died = {culprit.rank for culprit in diagnosis.culprits if culprit.cause == DIED}
+            # None has died of its own doing but those that keepstep ended for the hang.
+            if not self._lost and died <= hang.ended and (incident := hang.handed_over(now_s)) is not None:
+                self._go_on(incident, hang.ended, diagnosis, now_s)
+                return
+            hang.end(now_s)
+        step = max((finding.step for finding in self._findings.values()), default=-1)
+        step = step if step >= 0 else cluster.newest_step
+        if old is not None and (self._continues or same_culprits(old, diagnosis) or not diagnosis.culprits):
+            blamed = {culprit.rank for culprit in old.culprits}
+            victims = tuple(rank for rank in diagnosis.victims if rank not in blamed)
+            self.incident = replace(old, victims=victims or old.victims)
+            if not self._continues and self._findings:
+                self.incident = replace(self.incident, onset_step=step, detected_step=step)
             self._publish("")
             return
-        step = self._step if self._step >= 0 else cluster.newest_step
         first_s = now_s if self._first_s is None else self._first_s
         self._conclude(
             diagnosis,
@@ -89,6 +157,39 @@ class CrashCase(Case):
             ranks_reporting=cluster.reporting_ranks,
             incarnation=max(self.incarnation, 0),
         )
+        self._catch_up()
+
+    def _go_on(self, incident: Incident, by_us: Collection[int], diagnosis: Diagnosis, now_s: float) -> None:
+        """Make the hang's incident that of these deaths: it keeps its culprits, and tells how the ranks ended.
+
+        ``by_us``: the ranks that keepstep ended for the hang.
+        """
+        if not incident.culprits:
+            incident = replace(
+                incident,
+                culprits=diagnosis.culprits,
+                evidence=diagnosis.evidence,
+                missing=diagnosis.missing,
+            )
+        told = _how_it_ended(self._findings, by_us)
+        blamed = {culprit.rank for culprit in incident.culprits}
+        victims = tuple(rank for rank in diagnosis.victims if rank not in blamed)
+        incident = replace(
+            incident,
+            victims=victims or incident.victims,
+            evidence=(told, *incident.evidence),
+            incarnation=max(self.incarnation, 0),
+        )
+        self._continues = True
+        self.incident = noted(self._desk, incident, "deaths", now_s, told)
+        self._publish("" if by_us else "sharper")
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Note what was done before there was an incident."""
+        actions, self._actions = self._actions, []
+        for action in actions:
+            self.acted(action)
 
     def end(self, now_s: float) -> None:
         """Close the case, as the job has ended."""
@@ -100,6 +201,19 @@ class CrashCase(Case):
         self.decide(now_s)
         step = self._desk.cluster.newest_step
         self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)
+
+    def _ask(self, death: Finding, now_s: float) -> None:
+        """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step."""
+        cluster, is_own = self._desk.cluster, testimony(death) == "own"
+        if self._asked_all or (self._knows_own and not is_own):
+            return
+        self._knows_own |= is_own
+        home, agents = cluster.home(death.rank), set(cluster.agents())
+        nodes = agents & {home.rank if home is not None else -1} if is_own else agents
+        if not nodes <= self._asked:
+            self._asked |= nodes
+            self._asked_all = not is_own
+            self._questions.add(self._desk.agents.ask_states(False, now_s, nodes))
 
     def _began(self, now_s: float) -> None:
         self._dirty = True
@@ -125,18 +239,17 @@ class CrashCase(Case):
         if self._lost:
             return self._lost_nodes()
         try:
-            findings = list(self._findings.values())
-            return desk.locators.crash(desk.evidence(now_s, states=self._states(), findings=findings))
+            left = [one for one in desk.cluster.left.values() if one.incarnation == max(self.incarnation, 0)]
+            findings = [*self._findings.values(), *left]
+            evidence = desk.evidence(now_s, states=self._known_states(), findings=findings)
+            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(desk.cluster.known_ranks))), **evidence.groups}
+            return desk.locators.crash(replace(evidence, groups=groups))
         except Exception as error:
             return unlocated("crash", error)
 
-    def _states(self) -> list[RankState]:
-        """The states of the ranks that did not die, by their heartbeats."""
-        others = [one for one in self._desk.cluster.beats() if one.rank not in self._findings]
-        return [
-            RankState(one.rank, one.alive, one.step, one.phase, 0.0, one.progress, 0.0, 0.0)
-            for one in others[:_MOST_STATES]
-        ]
+    def _known_states(self) -> list[RankState]:
+        """The states of the ranks at the first death, as far as their agents have answered."""
+        return [state for _, state in sorted(self._states.items())]
 
     def _lost_nodes(self) -> Diagnosis:
         """Blame the lost nodes; but where over a tenth are lost at once, the network or the controller has failed."""
@@ -154,3 +267,21 @@ class CrashCase(Case):
             culprits.append(Culprit(node=name, confidence="medium", cause="node lost", detail=detail))
         crashed = tuple(f"rank {rank} ended, too" for rank in sorted(self._findings)[:3])
         return Diagnosis("crash", tuple(culprits), others, (told, *crashed), (), "node lost")
+
+
+def _how_it_ended(deaths: Mapping[int, Finding], by_us: Collection[int]) -> str:
+    """What became of the ranks of a hang, in one line."""
+    ended = [rank for rank in deaths if rank in by_us]
+    others = [rank for rank in deaths if rank not in by_us]
+    told = [f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} ended"] if ended else []
+    if others and ended:
+        told.append(f"{_ranks(others)} lost their connections")
+    elif others:
+        words = next((deaths[rank].message for rank in others if deaths[rank].message), "")
+        text = f"{_ranks(others)} gave up waiting"
+        told.append(f"{text}: {words[:_MOST_WORDS]}" if words else text)
+    return "; ".join(told)
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)}"

@@ -49,6 +49,7 @@ class HangCase(Case):
         self._asked_s = 0.0
         self._verdict_s = 0.0
         self._proof_s = math.inf  # when there may be a proof against all who are blamed, if nothing moves
+        self.ended: set[int] = set()  # ranks that keepstep has ended for the hang
         self._told: dict[frozenset[object], int] = {}  # highest confidence told, by who was blamed
 
     def found(self, finding: Finding, now_s: float) -> None:
@@ -151,6 +152,11 @@ class HangCase(Case):
     def _relieve(self, step: int, now_s: float) -> None:
         self._finish("relieved", now_s, "closes", relief_step=max(step, 0), stuck_s=self._stuck_for(now_s))
 
+    def handed_over(self, now_s: float) -> Incident | None:
+        """Close the case, but not its incident: it goes on with the deaths in which the hang ends."""
+        self.closed = True
+        return None if self.incident is None else replace(self.incident, stuck_s=self._stuck_for(now_s))
+
     def end(self, now_s: float) -> None:
         """Close the case, as the job has ended or a crash came after the hang."""
         self._finish("ended", now_s, "", stuck_s=self._stuck_for(now_s))
@@ -211,6 +217,9 @@ class HangCase(Case):
         if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it too long
+        if old is None and self._desk.cluster.left and not any(state.in_flight for state in states):
+            self.closed = self._tries >= _MOST_TRIES
+            return diagnosis  # those that left have done their part, and the others work for themselves
         if old is None and self._step < 0 and not diagnosis.culprits:
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # in the start-up nobody waits for those that do nothing yet
