@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -134,6 +136,81 @@ def test_states_show_what_is_in_flight(node: Node) -> None:
     assert [(op.group, op.op, op.seq) for op in states[1].in_flight] == [("world", Op.BARRIER, 2)]
     assert [(one.started, one.completed) for one in states[1].streams] == [(2, 1)]
     assert all(state.alive and state.process_state in "RSD" for state in states)
+
+
+ALLREDUCE = int(Kind.COLLECTIVE), int(Op.ALLREDUCE), 0, -1, 64, int(Flag.SYNC_KNOWN)
+BARRIER = int(Kind.COLLECTIVE), int(Op.BARRIER), 0, -1, 0, int(Flag.SYNC_KNOWN)
+
+
+def test_states_show_in_what_a_rank_has_failed(node: Node) -> None:
+    writer = node.writers[0]
+    barrier = writer.site("train.py:15 save")
+    for _ in range(12):
+        node.step()
+        node.poll(0.1)
+    writer.start(*ALLREDUCE).fail()
+    writer.start(*BARRIER, barrier).fail()  # in a finally
+    failed, well = asyncio.run(node.agent.states(StateRequest(5))).states
+    assert well.failed == ()
+    assert failed.in_flight == ()
+    assert [(one.op, one.seq, one.repeats) for one in failed.failed] == [(Op.ALLREDUCE, 13, True)]
+    assert failed.failed[0].failed_s > failed.failed[0].since_s
+    assert failed.incarnation == 0
+
+
+def test_operations_that_fail_together_are_told_together(node: Node) -> None:
+    writer = node.writers[0]
+    buckets = [writer.start(*ALLREDUCE) for _ in range(3)]
+    buckets[0].fail()
+    buckets[1].fail()
+    state = asyncio.run(node.agent.states(StateRequest(5))).states[0]
+    assert [one.seq for one in state.failed] == [1, 2]
+    assert [one.seq for one in state.in_flight] == [3]
+
+
+def test_a_rank_that_has_gone_on_has_failed_in_nothing(node: Node) -> None:
+    writer = node.writers[0]
+    writer.start(*ALLREDUCE).fail()
+    again = writer.start(*ALLREDUCE)
+    state = asyncio.run(node.agent.states(StateRequest(5))).states[0]
+    assert (state.failed, [one.seq for one in state.in_flight]) == ((), [2])
+    again()
+    writer.start(*BARRIER, writer.site("train.py:15 save"))
+    state = asyncio.run(node.agent.states(StateRequest(6))).states[0]
+    assert state.failed == ()
+    assert [(one.op, one.repeats) for one in state.in_flight] == [(Op.BARRIER, False)]
+
+
+FAILS = """
+import os, signal, sys
+from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.ring import RingWriter
+writer = RingWriter(int(sys.argv[1]), rank=0, world_size=2)
+writer.group("world", (0, 1), "gloo", "default")
+for _ in range(12):
+    writer.start(Kind.PHASE, Phase.BACKWARD)()
+    writer.start(Kind.COLLECTIVE, Op.ALLREDUCE, 0, -1, 64, Flag.SYNC_KNOWN)()
+    writer.start(Kind.PHASE, Phase.OPTIMIZER)()
+operation = writer.start(Kind.COLLECTIVE, Op.ALLREDUCE, 0, -1, 64, Flag.SYNC_KNOWN)
+operation.fail() if sys.argv[2] == "fails" else None
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["fails", "waits"])
+def test_a_ring_tells_what_its_dead_process_was_in(tmp_path: Path, how: str) -> None:
+    descriptor = create(256)
+    agent = NodeAgent({0: f"/proc/{os.getpid()}/fd/{descriptor}"}, "here", 0, tmp_path, lambda message: None)
+    agent.poll(time.monotonic_ns())
+    words = [sys.executable, "-c", FAILS, str(descriptor), how]
+    subprocess.run(words, pass_fds=(descriptor,), check=False, timeout=60)
+    (state,) = asyncio.run(agent.states(StateRequest(5))).states
+    inside = state.failed if how == "fails" else state.in_flight
+    assert not state.alive
+    assert (state.step, [(one.op, one.seq) for one in inside]) == (11, [(Op.ALLREDUCE, 13)])
+    assert (how == "fails") == bool(state.failed)
+    agent.close()
+    os.close(descriptor)
 
 
 def test_sockets_are_looked_at_once_when_all_ranks_wait_and_when_states_are_asked_for(

@@ -275,7 +275,8 @@ def _how_it_ended(deaths: Mapping[int, Finding], by_us: Collection[int]) -> str:
     others = [rank for rank in deaths if rank not in by_us]
     told = [f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} ended"] if ended else []
     if others and ended:
-        told.append(f"{_ranks(others)} lost their connections")
+        whose = "its connection" if len(others) == 1 else "their connections"
+        told.append(f"{_ranks(others)} lost {whose}")
     elif others:
         words = next((deaths[rank].message for rank in others if deaths[rank].message), "")
         text = f"{_ranks(others)} gave up waiting"

@@ -1,0 +1,301 @@
+"""Crashes at the controller: who is asked, how long is waited, and when deaths belong to a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from tests.unit.control import control_stand_ins as stand_ins
+
+from keepstep.control.controller import Controller
+from keepstep.control.effects import Effect, Say, Send, WriteIncident
+from keepstep.control.incidents.crash_case import GATHER_S
+from keepstep.control.settings import Settings
+from keepstep.core.finding import Finding
+from keepstep.core.incident import Incident, Recovery
+from keepstep.core.summary import RankState
+from keepstep.wire import (
+    Ended,
+    Found,
+    Heartbeat,
+    Hello,
+    Join,
+    Kill,
+    RankBeat,
+    Recovered,
+    StateRequest,
+    States,
+)
+
+TIMED_OUT = "RuntimeError: Timed out waiting 6000ms for recv operation to complete"
+NODES, RANKS = 2, 2
+
+
+class Job:
+    """The controller's core with two nodes of two ranks; rank 1 never enters the collective."""
+
+    def __init__(self, *, restarts: int = 0) -> None:
+        self.now_s = 0.0
+        self.written: dict[int, Incident] = {}
+        self.said: list[Say] = []
+        self.asked: list[tuple[tuple[int, ...], StateRequest]] = []
+        self.kills: list[Kill] = []
+        settings = Settings(
+            nodes=NODES, restart_hangs=restarts > 0, max_restarts=restarts, hang_patience_s=5.0
+        )
+        self.controller = Controller(settings, locators=stand_ins.PlainLocators())
+        for node in range(NODES):
+            self.controller.connected(node, "launcher")
+            self.say(node, Hello("launcher", f"gpu-{node}", -1, 100 + node))
+            join = Join(f"gpu-{node}", f"10.0.0.{node}", RANKS, 29500, node, NODES, NODES, restarts)
+            self.say(node, join)
+            self.controller.connected(10 + node, "agent")
+            self.say(10 + node, Hello("agent", f"gpu-{node}", node, 200 + node))
+        self.beat(39)
+
+    def beat(self, step: int) -> None:
+        for node in range(NODES):
+            ranks = tuple(RankBeat(rank, step, 2, 100, 0.5) for rank in self.ranks(node))
+            self.say(10 + node, Heartbeat(node, 1, self.now_s, ranks))
+
+    @staticmethod
+    def ranks(node: int) -> range:
+        return range(node * RANKS, (node + 1) * RANKS)
+
+    def say(self, peer: int, message: object) -> None:
+        self.note(self.controller.message(peer, message, self.now_s))  # type: ignore[arg-type]
+
+    def note(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, WriteIncident):
+                self.written[effect.incident.number] = effect.incident
+            elif isinstance(effect, Say):
+                self.said.append(effect)
+            elif isinstance(effect, Send) and isinstance(effect.message, StateRequest):
+                self.asked.append((effect.peers, effect.message))
+            elif isinstance(effect, Send) and isinstance(effect.message, Kill):
+                self.kills.append(effect.message)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now_s = round(self.now_s + 0.1, 3)
+            self.note(self.controller.tick(self.now_s))
+
+    def dies(self, rank: int, message: str = "", code: int = 1, incarnation: int = 0) -> None:
+        finding = Finding(
+            "crash", rank, f"gpu-{rank // RANKS}", self.now_s, -1, exit_code=code, message=message,
+            incarnation=incarnation,
+        )  # fmt: skip
+        self.say(rank // RANKS, Found(finding))
+
+    def leaves(self, rank: int) -> None:
+        self.say(rank // RANKS, Found(Finding("exit", rank, f"gpu-{rank // RANKS}", self.now_s, -1)))
+
+    def answer(self, *, idle_s: float = 6.0, nodes: Iterable[int] = range(NODES), **known: object) -> None:
+        """Answer the last question: rank 1 is in no operation, the others are in one."""
+        _, request = self.asked[-1]
+        for node in nodes:
+            states = tuple(
+                replace(self.state(rank, idle_s), **known)
+                for rank in self.ranks(node)  # type: ignore[arg-type]
+            )
+            self.say(10 + node, States(request.request, node, states))
+
+    def state(self, rank: int, idle_s: float) -> RankState:
+        return stand_ins.state(rank, self.now_s, step=44, idle_s=idle_s, waits=rank != 1)
+
+    def hangs(self) -> None:
+        self.now_s = 60.0
+        self.beat(39)
+        for rank in range(NODES * RANKS):
+            finding = Finding(
+                "hang", rank, f"gpu-{rank // RANKS}", self.now_s, 39, stuck_s=20.0, limit_s=19.0
+            )
+            self.say(10 + rank // RANKS, Found(finding))
+        self.answer(idle_s=20.0)
+        assert [(one.number, one.kind, one.status) for one in self.written.values()] == [(1, "hang", "open")]
+
+    @property
+    def only(self) -> Incident:
+        (incident,) = self.written.values()
+        return incident
+
+
+def blamed(incident: Incident) -> list[tuple[int | None, str]]:
+    return [(one.rank, one.cause) for one in incident.culprits]
+
+
+def test_all_agents_are_asked_when_the_first_death_only_tells_of_others() -> None:
+    job = Job()
+    job.dies(0, TIMED_OUT)
+    job.dies(2, TIMED_OUT)
+    assert [peers for peers, _ in job.asked] == [(10, 11)]
+    job.wait(GATHER_S + 0.1)
+    assert not job.written  # the answers are waited for
+    job.answer(alive=False)
+    job.wait(0.1)
+    assert (job.only.kind, blamed(job.only)) == ("crash", [(1, "never entered")])
+    assert job.only.onset_step == 45  # by the ring; the last heartbeat told 39
+
+
+def test_of_a_rank_that_died_of_its_own_doing_only_its_node_is_asked_and_not_waited_for() -> None:
+    job = Job()
+    job.dies(2, "ValueError: bad batch")
+    job.dies(0, TIMED_OUT)
+    assert [peers for peers, _ in job.asked] == [(11,)]
+    job.wait(GATHER_S)
+    assert blamed(job.only) == [(2, "process died")]
+    assert job.only.onset_step == 40
+    job.answer(nodes=[1])
+    job.wait(2.1)
+    assert job.only.onset_step == 45
+
+
+def test_agents_that_do_not_answer_are_waited_for_a_second() -> None:
+    job = Job()
+    job.dies(0, TIMED_OUT)
+    job.wait(0.9)
+    assert not job.written
+    job.wait(0.3)
+    assert blamed(job.only) == []
+    assert job.only.missing
+
+
+def test_an_answer_that_comes_late_sharpens_the_verdict() -> None:
+    job = Job()
+    job.dies(0, TIMED_OUT)
+    job.answer(nodes=[0])
+    job.wait(1.2)
+    number = len(job.said)
+    job.dies(2, TIMED_OUT)
+    job.wait(2.1)
+    assert len(job.written) == 1
+    assert len(job.said) >= number
+
+
+@pytest.mark.parametrize("incarnation", [1, 7])
+def test_states_of_another_incarnation_tell_nothing(incarnation: int) -> None:
+    job = Job()
+    job.dies(0, TIMED_OUT)
+    job.answer(incarnation=incarnation)
+    job.wait(1.2)
+    assert blamed(job.only) == []
+
+
+def test_what_is_done_before_the_verdict_is_in_the_incident() -> None:
+    job = Job()
+    job.dies(0, TIMED_OUT)
+    job.say(0, Ended(0, 1, "rank 0 failed"))
+    assert not job.written
+    job.answer()
+    job.wait(0.3)
+    assert [action.name for action in job.only.actions] == ["stop the job"]
+
+
+def test_a_hang_and_the_deaths_of_those_who_waited_are_one_incident() -> None:
+    job = Job()
+    job.hangs()
+    job.now_s = 110.0
+    job.dies(0, TIMED_OUT)
+    job.answer(idle_s=50.0, alive=False)
+    job.wait(0.3)
+    job.dies(2, "RuntimeError: Connection closed by peer")
+    job.wait(3.0)
+    incident = job.only
+    assert (incident.kind, incident.status, blamed(incident)) == ("hang", "open", [(1, "never entered")])
+    assert incident.evidence[0] == f"rank 0 gave up waiting: {TIMED_OUT}"
+    assert [event.what for event in incident.events] == ["noticed", "verdict", "deaths"]
+    assert incident.stuck_s == pytest.approx(70.0, abs=1.0)
+    assert 1 not in incident.victims
+    assert [say.what for say in job.said] == ["verdict", "sharper"]
+    job.say(0, Ended(0, 1, "rank 0 failed"))
+    job.say(1, Ended(1, 1, "rank 2 failed"))
+    job.wait(2.0)
+    assert job.only.status == "ended"
+
+
+def test_a_death_of_its_own_after_a_hang_is_an_incident_of_its_own() -> None:
+    job = Job()
+    job.hangs()
+    job.now_s = 90.0
+    job.dies(1, code=137)
+    job.wait(GATHER_S)
+    hang, crash = job.written.values()
+    assert (hang.kind, hang.status) == ("hang", "ended")
+    assert (crash.kind, blamed(crash)) == ("crash", [(1, "process died")])
+
+
+def test_the_end_of_a_rank_that_keepstep_ended_belongs_to_the_hang() -> None:
+    job = Job(restarts=2)
+    job.hangs()
+    crash = job.controller.cases
+    hang = crash._open.hang  # pyright: ignore[reportPrivateUsage]
+    assert hang is not None
+    hang.ended.add(1)  # as an order to the launcher does
+    job.now_s = 95.0
+    job.dies(1, "it hung: nothing of it has moved for 35 s", 137)
+    job.dies(0, "RuntimeError: Connection closed by peer")
+    job.wait(0.5)
+    assert (job.only.kind, job.only.status) == ("hang", "open")
+    assert job.only.evidence[0] == "rank 1 was ended; rank 0 lost its connection"
+    recovery = Recovery(1, 1, "was killed", 3.2, (("ended", 3.2),), 0, 4)
+    job.say(0, Recovered(recovery))
+    assert (job.only.status, job.only.recovery) == ("relieved", recovery)
+    assert blamed(job.only) == [(1, "never entered")]
+
+
+def test_deaths_that_end_a_hang_are_restored_with_it() -> None:
+    job = Job()
+    job.hangs()
+    job.now_s = 110.0
+    job.dies(0, TIMED_OUT)
+    job.wait(1.2)
+    later = Job()
+    later.controller.restore(job.written.values())
+    later.dies(0, TIMED_OUT)
+    later.dies(2, TIMED_OUT)
+    later.answer(alive=False)
+    later.wait(3.0)
+    (incident,) = later.written.values()
+    assert (incident.number, incident.kind) == (1, "hang")
+    assert incident.victims == (0, 2)
+
+
+def test_a_rank_that_has_left_is_no_incident_until_others_die_of_it() -> None:
+    job = Job()
+    job.leaves(1)
+    job.wait(5.0)
+    assert not job.written
+    job.dies(0, "RuntimeError: Connection closed by peer")
+    job.answer()
+    job.wait(0.3)
+    assert blamed(job.only) == [(1, "left with exit code 0")]
+
+
+def test_a_rank_that_is_told_late_to_have_left_sharpens_the_verdict() -> None:
+    job = Job()
+    job.dies(0, "RuntimeError: Connection closed by peer")
+    job.wait(1.2)
+    assert blamed(job.only) == []
+    job.leaves(1)
+    job.wait(2.1)
+    assert blamed(job.only) == [(1, "left with exit code 0")]
+    assert [say.what for say in job.said] == ["verdict", "sharper"]
+
+
+def test_who_left_in_an_earlier_incarnation_is_forgotten() -> None:
+    job = Job()
+    job.leaves(1)
+    job.dies(0, "RuntimeError: Connection closed by peer", incarnation=1)
+    job.answer(incarnation=1)
+    job.wait(0.3)
+    assert [cause for _, cause in blamed(job.only)] == ["never entered"]
+
+
+def test_a_node_whose_ranks_have_all_ended_well_has_left() -> None:
+    job = Job()
+    job.say(0, Ended(0, 0))
+    assert sorted(job.controller.cluster.left) == [0, 1]
+    job.controller.cluster.begin_again({})
+    assert not job.controller.cluster.left
