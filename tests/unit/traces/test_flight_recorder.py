@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.analyze import analyze
 from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
 from keepstep.traces.flight_recorder import rank_of, read_dumps
@@ -152,3 +153,101 @@ def test_the_dump_of_another_rank_is_said_to_be_one(tmp_path: Path) -> None:
     assert read.missing == (
         "rank 2: has messages of 1, which is between ranks 0-1: the dump of another rank under this rank's name",
     )
+
+
+FRAMES = [
+    {
+        "name": "all_reduce",
+        "filename": "/opt/venv/lib/python3.11/site-packages/torch/distributed/c10d.py",
+        "line": 9,
+    },
+    {
+        "name": "backward",
+        "filename": "/opt/venv/lib/python3.11/site-packages/accelerate/accelerator.py",
+        "line": 8,
+    },
+    {"name": "wrapped", "filename": "/usr/lib/python3.11/contextlib.py", "line": 7},
+    {
+        "name": "train",
+        "filename": "/opt/venv/lib/python3.11/site-packages/transformers/trainer.py",
+        "line": 6,
+    },
+    {"name": "<module>", "filename": "/home/me/train.py", "line": 50},
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "content", "expected"),
+    [
+        ("all_reduce", ([[3, 4]], ["Float"], [[3, 4]]), (48, "float32")),
+        ("all_reduce", ([[]], ["BFloat16"], [[]]), (2, "bfloat16")),
+        ("_all_gather_base", ([[8]], ["Half"], [[32]]), (64, "float16")),
+        ("all_gather", ([[5]], ["Long"], [[5], [8]]), (104, "int64")),
+        ("reduce_scatter", ([[8], [8]], ["Double"], [[8]]), (128, "float64")),
+        ("gather", ([[8]], ["Byte"], [[8], [8]]), (8, "uint8")),
+        ("all_reduce", ([[8]], ["QuantumFloat"], [[8]]), (0, "")),
+        ("all_reduce", ([["x"]], ["Float"], "?"), (0, "")),
+        ("all_reduce", (None, None, None), (0, "")),
+        ("barrier", ([], [], []), (0, "")),
+    ],
+)
+def test_sizes_and_types_of_calls(
+    tmp_path: Path, op: str, content: tuple[Any, Any, Any], expected: tuple[int, str]
+) -> None:
+    sizes = dict(zip(("input_sizes", "input_dtypes", "output_sizes"), content, strict=True))
+    done = entry(6, op, state="completed", **sizes)
+    one = dump([done, entry(7, op, **sizes, frames=FRAMES)], 7, 6)
+    state = read_dumps(write(tmp_path, dict.fromkeys(RANKS, one))).states[0]
+    (flight,) = state.in_flight
+    assert (flight.bytes, flight.element) == expected
+    assert flight.site == "/home/me/train.py:50 <module> (called through transformers)"
+    (ended,) = state.streams[0].ended
+    assert (ended.seq, ended.bytes, ended.element, ended.site) == (6, *expected, "")
+
+
+@pytest.mark.parametrize(
+    ("frames", "site"),
+    [
+        ([{"name": "f", "filename": "torch/distributed/c10d.py", "line": 1}], ""),
+        (
+            [{"name": "f", "filename": "/home/me/lightning/model.py", "line": 3}],
+            "/home/me/lightning/model.py:3 f",
+        ),
+        ([{"name": "f", "filename": "train.py", "line": 3}], "train.py:3 f"),
+        ([{"name": "f", "filename": "<string>", "line": 3}], ""),
+        ([{"name": "f", "filename": "train.py"}], ""),
+        (["odd"], ""),
+        ("odd", ""),
+        (None, ""),
+    ],
+)
+def test_the_users_line_is_found_or_not_told(tmp_path: Path, frames: Any, site: str) -> None:
+    one = dump([entry(7, frames=frames)], 7, 6)
+    assert read_dumps(write(tmp_path, dict.fromkeys(RANKS, one))).states[0].in_flight[0].site == site
+
+
+def sized(seq: int, count: int, line: int, **more: Any) -> dict[str, Any]:
+    frames = [{"name": "<module>", "filename": "/home/me/train.py", "line": line}]
+    content = {"input_sizes": [[count]], "output_sizes": [[count]], "input_dtypes": ["BFloat16"]}
+    return entry(seq, frames=frames, **content, **more)
+
+
+def test_the_rank_that_brings_another_size_is_named_with_its_line(tmp_path: Path) -> None:
+    past = [sized(seq, 4096, 50, state="completed") for seq in range(1, 11)]
+    dumps = {r: dump([*past, sized(11, 4095 if r == 2 else 4096, 50 + r // 2)], 11, 10) for r in RANKS}
+    incident = analyze(write(tmp_path, dumps)[0].parent).incidents[0]
+    assert [(culprit.rank, culprit.confidence) for culprit in incident.culprits] == [(2, "high")]
+    assert "rank 2 in ALLREDUCE of 8190 B (4095 bfloat16)" in incident.culprits[0].detail
+    assert any("/home/me/train.py:51" in line for line in incident.evidence)
+
+
+def test_a_call_that_one_rank_alone_made_is_its_own(tmp_path: Path) -> None:
+    past = [sized(seq, 1, 50, state="completed") for seq in range(1, 11)]
+    dumps = {rank: dump([*past], 10, 10) for rank in RANKS}
+    dumps[3] = dump([*past, sized(11, 1, 212)], 11, 10)
+    incident = analyze(write(tmp_path, dumps)[0].parent).incidents[0]
+    assert [(culprit.rank, culprit.confidence) for culprit in incident.culprits] == [(3, "medium")]
+    assert "/home/me/train.py:212" in incident.culprits[0].detail
+    dumps[3] = dump([*past, sized(11, 1, 50)], 11, 10)  # a call as all before: it waits for the others
+    incident = analyze(write(tmp_path, dumps)[0].parent).incidents[0]
+    assert 3 not in [culprit.rank for culprit in incident.culprits]

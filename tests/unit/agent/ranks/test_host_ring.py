@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.agent.ranks.host_ring import HostRing, process_groups
-from keepstep.core.events import Flag, Kind, Op
+from keepstep.core.events import Flag, Kind, Op, element_bits
 from keepstep.ring import RingReader, RingWriter, create
 
 ENQUEUED = int(Flag.ENQUEUED)
@@ -37,3 +37,18 @@ def test_the_agent_reads_what_the_probe_wrote_and_not_what_the_shim_did(ring: in
     begun()
     assert reader.poll().finished["group"].tolist() == [group]
     assert len(RingReader(ring).snapshot()) == 3
+
+
+def test_the_last_calls_are_the_probes_and_are_read_anew_only_after_progress(ring: int) -> None:
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
+    group = probe.group("0", [0, 1], "cuda:nccl", "default")
+    shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)()
+    probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, element_bits("bfloat16"), probe.site("a.py:1 f"))()
+    reader = HostRing(ring)
+    calls = reader.last_calls(2)
+    assert {number: [one.bytes for one in ended] for number, ended in calls.ended.items()} == {group: [8]}
+    assert [(one.element, one.site) for one in calls.ended[group]] == [("bfloat16", "a.py:1 f")]
+    probe.start(COLLECTIVE, ALLREDUCE, group, -1, 16, 0, 0)()
+    assert reader.last_calls(2) is calls
+    assert [one.bytes for one in reader.last_calls(4).ended[group]] == [8, 16]
