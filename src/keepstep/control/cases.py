@@ -119,7 +119,7 @@ class Cases:
         if kind == "crash":
             self._crash_found(finding, now_s)
         elif kind == "exit":
-            self._left(finding)
+            self._left(finding, now_s)
         elif self._open.crash is not None or self._open.ending.under_way:
             return  # findings after a crash are its consequences
         elif kind == "slow":
@@ -184,16 +184,16 @@ class Cases:
             case.end(now_s)
         self._open.sweep()
 
-    def _left(self, finding: Finding) -> None:
+    def _left(self, finding: Finding, now_s: float) -> None:
         """Note that a rank ended with exit code 0: evidence, where others turn out to wait for it."""
         self.desk.cluster.leave(finding)
         if self._open.crash is not None:
-            self._open.crash.left()
+            self._open.crash.left(now_s)
 
     def finished(self, node: Node, incarnation: int, now_s: float) -> None:
         """Note that all ranks of a node ended with exit code 0."""
         for rank in node.ranks:
-            self._left(Finding("exit", rank, node.name, now_s, -1, incarnation=incarnation))
+            self._left(Finding("exit", rank, node.name, now_s, -1, incarnation=incarnation), now_s)
 
     def lost(self, node: Node, now_s: float) -> bool:
         """Note that a node's agent and launcher are gone; False: a hang's probes reach it, so it is not lost."""

@@ -26,8 +26,9 @@ ONE_MORE = "made one operation more than the others"
 
 def left_well(evidence: Evidence) -> dict[int, Finding]:
     """The ranks that ended with exit code 0, by what their launchers reported; without those that run again."""
-    alive = {state.rank for state in evidence.states if state.alive}
-    return {one.rank: one for one in evidence.findings if one.kind == "exit" and one.rank not in alive}
+    runs = {state.rank: state.incarnation for state in evidence.states}
+    exits = [finding for finding in evidence.findings if finding.kind == "exit"]
+    return {one.rank: one for one in exits if runs.get(one.rank, -1) <= one.incarnation}
 
 
 def diagnose_left(

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, unlocated
+from keepstep.control.incidents.case import Case, Desk, noted, unlocated
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.core.deaths import DIED, testimony
 from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
+from keepstep.core.lost_connection import tells_of_a_timeout
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import GroupInfo, RankState
 from keepstep.wire.messages import States
 
 GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
 _ANSWERS_S = 1.0  # longest wait from the first finding for the states of ranks
+# Longest wait where ranks have only lost connections: who closed them may take long to end, and launchers wait 2 s.
+_LEAVING_S = 2.5
 _SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become known meanwhile
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
@@ -43,6 +46,7 @@ class CrashCase(Case):
         self._findings: dict[int, Finding] = {}
         self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
         self._first_s: float | None = None
+        self._news_s = 0.0  # when something came last
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
@@ -64,9 +68,10 @@ class CrashCase(Case):
         self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
-    def left(self) -> None:
+    def left(self, now_s: float) -> None:
         """Note that it has become known that a rank ended with exit code 0."""
-        self._dirty = self._dirty or bool(self._findings)
+        if self._findings:
+            self._began(now_s)
 
     def follows(self, hang: HangCase) -> None:
         """Take over a hang that is open: it ends with these deaths, or they belong to it."""
@@ -115,12 +120,25 @@ class CrashCase(Case):
             self._watch_restart(now_s)
             return
         if self._decided_s is None:
-            waits = bool(self._questions) and not self._knows_own
-            is_due = now_s - self._first_s >= (_ANSWERS_S if waits else GATHER_S)
+            is_due = self._knows_enough(now_s - self._first_s, now_s - self._news_s)
         else:
             is_due = now_s - self._decided_s >= _SHARPEN_S
         if is_due:
             self.decide(now_s)
+
+    def _knows_enough(self, since_s: float, quiet_s: float) -> bool:
+        """Whether to give the verdict: so long after the first finding, and after what came last."""
+        if since_s < GATHER_S:
+            return False
+        if self._knows_own or not self._findings:
+            return True
+        if self._questions and since_s < _ANSWERS_S:
+            return False
+        if self._who_left():
+            return quiet_s >= GATHER_S  # the others that left, too, are told now
+        told = [finding for finding in self._findings.values() if finding.message]
+        has_lost = bool(told) and not any(tells_of_a_timeout(finding.message) for finding in told)
+        return not has_lost or since_s >= _LEAVING_S
 
     def decide(self, now_s: float) -> None:
         """Publish a verdict on what has come so far."""
@@ -139,12 +157,10 @@ class CrashCase(Case):
             hang.end(now_s)
         step = max((finding.step for finding in self._findings.values()), default=-1)
         step = step if step >= 0 else cluster.newest_step
-        if old is not None and (self._continues or same_culprits(old, diagnosis) or not diagnosis.culprits):
+        if old is not None and (self._continues or not diagnosis.culprits):
             blamed = {culprit.rank for culprit in old.culprits}
             victims = tuple(rank for rank in diagnosis.victims if rank not in blamed)
             self.incident = replace(old, victims=victims or old.victims)
-            if not self._continues and self._findings:
-                self.incident = replace(self.incident, onset_step=step, detected_step=step)
             self._publish("")
             return
         first_s = now_s if self._first_s is None else self._first_s
@@ -216,7 +232,7 @@ class CrashCase(Case):
             self._questions.add(self._desk.agents.ask_states(False, now_s, nodes))
 
     def _began(self, now_s: float) -> None:
-        self._dirty = True
+        self._dirty, self._news_s = True, now_s
         if self._first_s is None:
             self._first_s = now_s
 
@@ -239,13 +255,17 @@ class CrashCase(Case):
         if self._lost:
             return self._lost_nodes()
         try:
-            left = [one for one in desk.cluster.left.values() if one.incarnation == max(self.incarnation, 0)]
-            findings = [*self._findings.values(), *left]
+            findings = [*self._findings.values(), *self._who_left()]
             evidence = desk.evidence(now_s, states=self._known_states(), findings=findings)
             groups = {SET_UP: GroupInfo(SET_UP, tuple(range(desk.cluster.known_ranks))), **evidence.groups}
             return desk.locators.crash(replace(evidence, groups=groups))
         except Exception as error:
             return unlocated("crash", error)
+
+    def _who_left(self) -> list[Finding]:
+        """The ranks that ended with exit code 0 in this incarnation."""
+        left, incarnation = self._desk.cluster.left, max(self.incarnation, 0)
+        return [finding for finding in left.values() if finding.incarnation == incarnation]
 
     def _known_states(self) -> list[RankState]:
         """The states of the ranks at the first death, as far as their agents have answered."""

@@ -29,6 +29,7 @@ from keepstep.wire import (
 )
 
 TIMED_OUT = "RuntimeError: Timed out waiting 6000ms for recv operation to complete"
+LOST = "RuntimeError: Connection closed by peer"
 NODES, RANKS = 2, 2
 
 
@@ -162,16 +163,27 @@ def test_agents_that_do_not_answer_are_waited_for_a_second() -> None:
     assert job.only.missing
 
 
-def test_an_answer_that_comes_late_sharpens_the_verdict() -> None:
+def test_an_own_death_that_is_told_late_sharpens_the_verdict() -> None:
     job = Job()
     job.dies(0, TIMED_OUT)
-    job.answer(nodes=[0])
     job.wait(1.2)
-    number = len(job.said)
-    job.dies(2, TIMED_OUT)
+    assert blamed(job.only) == []
+    job.dies(2, "ValueError: bad batch")
     job.wait(2.1)
-    assert len(job.written) == 1
-    assert len(job.said) >= number
+    assert blamed(job.only) == [(2, "process died")]
+    assert [say.what for say in job.said] == ["verdict", "sharper"]
+
+
+def test_after_lost_connections_the_end_of_who_closed_them_is_waited_for() -> None:
+    job = Job()
+    job.dies(0, LOST)
+    job.answer()
+    job.wait(2.0)
+    assert not job.written
+    job.leaves(1)
+    job.leaves(3)
+    job.wait(0.3)
+    assert blamed(job.only) == [(1, "left with exit code 0"), (3, "left with exit code 0")]
 
 
 @pytest.mark.parametrize("incarnation", [1, 7])
@@ -200,7 +212,7 @@ def test_a_hang_and_the_deaths_of_those_who_waited_are_one_incident() -> None:
     job.dies(0, TIMED_OUT)
     job.answer(idle_s=50.0, alive=False)
     job.wait(0.3)
-    job.dies(2, "RuntimeError: Connection closed by peer")
+    job.dies(2, LOST)
     job.wait(3.0)
     incident = job.only
     assert (incident.kind, incident.status, blamed(incident)) == ("hang", "open", [(1, "never entered")])
@@ -229,13 +241,12 @@ def test_a_death_of_its_own_after_a_hang_is_an_incident_of_its_own() -> None:
 def test_the_end_of_a_rank_that_keepstep_ended_belongs_to_the_hang() -> None:
     job = Job(restarts=2)
     job.hangs()
-    crash = job.controller.cases
-    hang = crash._open.hang  # pyright: ignore[reportPrivateUsage]
+    hang = job.controller.cases._open.hang  # pyright: ignore[reportPrivateUsage]
     assert hang is not None
     hang.ended.add(1)  # as an order to the launcher does
     job.now_s = 95.0
     job.dies(1, "it hung: nothing of it has moved for 35 s", 137)
-    job.dies(0, "RuntimeError: Connection closed by peer")
+    job.dies(0, LOST)
     job.wait(0.5)
     assert (job.only.kind, job.only.status) == ("hang", "open")
     assert job.only.evidence[0] == "rank 1 was ended; rank 0 lost its connection"
@@ -267,7 +278,7 @@ def test_a_rank_that_has_left_is_no_incident_until_others_die_of_it() -> None:
     job.leaves(1)
     job.wait(5.0)
     assert not job.written
-    job.dies(0, "RuntimeError: Connection closed by peer")
+    job.dies(0, LOST)
     job.answer()
     job.wait(0.3)
     assert blamed(job.only) == [(1, "left with exit code 0")]
@@ -275,8 +286,8 @@ def test_a_rank_that_has_left_is_no_incident_until_others_die_of_it() -> None:
 
 def test_a_rank_that_is_told_late_to_have_left_sharpens_the_verdict() -> None:
     job = Job()
-    job.dies(0, "RuntimeError: Connection closed by peer")
-    job.wait(1.2)
+    job.dies(0, LOST)
+    job.wait(2.6)
     assert blamed(job.only) == []
     job.leaves(1)
     job.wait(2.1)
@@ -287,9 +298,9 @@ def test_a_rank_that_is_told_late_to_have_left_sharpens_the_verdict() -> None:
 def test_who_left_in_an_earlier_incarnation_is_forgotten() -> None:
     job = Job()
     job.leaves(1)
-    job.dies(0, "RuntimeError: Connection closed by peer", incarnation=1)
+    job.dies(0, LOST, incarnation=1)
     job.answer(incarnation=1)
-    job.wait(0.3)
+    job.wait(2.6)
     assert [cause for _, cause in blamed(job.only)] == ["never entered"]
 
 
