@@ -85,23 +85,27 @@ constexpr std::size_t kMostKnown = 8192;    // bounds our memory in a program th
 struct Line {
   PyObject* code;
   int instruction;
-  long through;  // what the judge said of the library that it called; 0: of none
+  long through;        // what the judge said of the library that it called; 0: of none
+  PyObject* inner;     // code of that or another library's that called torch; none where there is no library
   bool operator==(const Line& other) const {
-    return code == other.code && instruction == other.instruction && through == other.through;
+    return code == other.code && instruction == other.instruction && through == other.through && inner == other.inner;
   }
 };
 
 struct LineHash {
   std::size_t operator()(const Line& line) const {
     const std::size_t at = (reinterpret_cast<std::size_t>(line.code) >> 4) * 31 + static_cast<std::size_t>(line.instruction);
-    return at * 31 + static_cast<std::size_t>(line.through);
+    return (at * 31 + static_cast<std::size_t>(line.through)) * 31 + (reinterpret_cast<std::size_t>(line.inner) >> 4);
   }
 };
 
 struct Here {
   Ref judge, enter;
   std::unordered_map<PyObject*, std::pair<Ref, long>> judged;     // by file name, by identity; with what keeps it valid
-  std::unordered_map<Line, std::pair<Ref, Ref>, LineHash> known;  // site, and the code that keeps the key valid
+  struct Known {
+    Ref site, code, inner;  // the codes keep the key valid
+  };
+  std::unordered_map<Line, Known, LineHash> known;
 };
 
 int instruction_of(PyFrameObject* frame) {
@@ -127,16 +131,17 @@ long owner_of(Here& here, PyObject* file) {
   return owner;
 }
 
-PyObject* site_of(Here& here, PyFrameObject* frame, Ref code, long through) {
-  const Line line{code.get(), instruction_of(frame), through};
+// The site of a line that called a library: ``inner`` is the code of the innermost function of a library below it.
+PyObject* site_of(Here& here, PyFrameObject* frame, Ref code, long through, Ref inner) {
+  const Line line{code.get(), instruction_of(frame), through, inner.get()};
   const auto found = here.known.find(line);
-  if (found != here.known.end()) return Py_NewRef(found->second.first.get());
+  if (found != here.known.end()) return Py_NewRef(found->second.site.get());
   if (here.known.size() >= kMostKnown) return PyLong_FromLong(0);
   const Ref number(PyLong_FromLong(through));
   if (!number) return nullptr;
-  PyObject* arguments[] = {reinterpret_cast<PyObject*>(frame), number.get()};
-  Ref site(PyObject_Vectorcall(here.enter.get(), arguments, 2, nullptr));
-  if (site) here.known.emplace(line, std::make_pair(Ref::to(site.get()), std::move(code)));
+  PyObject* arguments[] = {reinterpret_cast<PyObject*>(frame), number.get(), inner ? inner.get() : Py_None};
+  Ref site(PyObject_Vectorcall(here.enter.get(), arguments, 3, nullptr));
+  if (site) here.known.emplace(line, Here::Known{Ref::to(site.get()), std::move(code), std::move(inner)});
   return site.release();
 }
 
@@ -151,7 +156,7 @@ PyObject* here_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
     Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(current)));
     const long owner = owner_of(here, reinterpret_cast<PyCodeObject*>(code.get())->co_filename);
     if (owner < 0) return nullptr;
-    if (owner == kUsers) return site_of(here, current, std::move(code), through);
+    if (owner == kUsers) return site_of(here, current, std::move(code), through, std::move(library_code));
     if (owner != kSkipped) {
       through = owner;
       if (!library_frame) {
@@ -162,7 +167,7 @@ PyObject* here_call(PyObject* self, PyObject* const*, size_t, PyObject*) {
     frame = Ref(reinterpret_cast<PyObject*>(PyFrame_GetBack(current)));
   }
   if (!library_frame) return PyLong_FromLong(0);
-  return site_of(here, reinterpret_cast<PyFrameObject*>(library_frame.get()), std::move(library_code), 0);
+  return site_of(here, reinterpret_cast<PyFrameObject*>(library_frame.get()), std::move(library_code), 0, Ref());
 }
 
 PyObject* here_new(PyTypeObject* type, PyObject* args, PyObject*) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, final
 
 @final
@@ -11,11 +11,14 @@ class Here:
     """Finds the innermost line of the user's code.
 
     ``judge(file name)`` tells whose a file is: 0 the user's, 1 one that is skipped, more: the number of a library,
-    which is skipped as well. ``enter(frame, through)`` gives the line's site id; ``through`` is the number of the
-    library that the line called, 0 for none. Each is asked once about the same thing.
+    which is skipped as well. ``enter(frame, through, inner)`` gives the line's site id; ``through`` is the number of
+    the library that the line called, 0 for none, ``inner`` the innermost function of a library below it, if there is
+    one. Each is asked once about the same thing.
     """
 
-    def __new__(cls, judge: Callable[[str], int], enter: Callable[[FrameType, int], int]) -> Here: ...
+    def __new__(
+        cls, judge: Callable[[str], int], enter: Callable[[FrameType, int, CodeType | None], int]
+    ) -> Here: ...
     def __call__(self) -> int:
         """Site id of the user's line that led to the function that asks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from types import FrameType
+from types import CodeType, FrameType
 
 from keepstep.capture.native import Here
 from keepstep.capture.recorder import Recorder
@@ -47,11 +47,12 @@ def finder(recorder: Recorder, torch_folder: str) -> Here:
         package = library_of(name)
         return _PACKAGES.index(package) + _SKIPPED + 1 if package else _USERS
 
-    def enter(frame: FrameType, through: int) -> int:
+    def enter(frame: FrameType, through: int, inner: CodeType | None) -> int:
         writer, code = recorder.writer, frame.f_code
         if writer is None:
             return 0
         package = _PACKAGES[through - _SKIPPED - 1] if through else ""
-        return writer.site(site_text(code.co_filename, frame.f_lineno, code.co_name, package))
+        function = inner.co_name if inner is not None else ""
+        return writer.site(site_text(code.co_filename, frame.f_lineno, code.co_name, package, function))
 
     return Here(judge, enter)

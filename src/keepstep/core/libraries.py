@@ -21,7 +21,10 @@ LIBRARIES = {
 }
 
 
-def site_text(file: str, line: int, function: str, package: str = "") -> str:
-    """A place in the user's code in words. ``package``: the one of ``LIBRARIES`` that it called, "" for none."""
-    through = f" (called through {LIBRARIES[package]})" if package else ""
+def site_text(file: str, line: int, function: str, package: str = "", inner: str = "") -> str:
+    """A place in the user's code in words.
+
+    ``package``: the one of ``LIBRARIES`` that it called, "" for none; ``inner``: the function that then called torch.
+    """
+    through = f" (called through {LIBRARIES[package]}{', ' if inner else ''}{inner})" if package else ""
     return f"{file}:{line} {function}{through}"

@@ -104,7 +104,7 @@ class OpInFlight:
     bytes: int = field(default=0, kw_only=True)  # compared among members where ``element`` is known
     element: str = field(default="", kw_only=True)  # one of core.events.ELEMENTS
     reduction: str = field(default="", kw_only=True)  # one of core.events.REDUCTIONS
-    usual: int = field(default=-1, kw_only=True)  # how often it has come after the same call before
+    usual: int = field(default=-1, kw_only=True)  # how often it was called here before (`core.habits`)
     thread: int = field(default=0, kw_only=True)  # id of the thread that entered it; 0: not known
 
 

@@ -161,7 +161,7 @@ def _aspect(calls: Sequence[Call], absent: int) -> Aspect | None:
 
 
 def habit(calls: Sequence[Call | OpInFlight]) -> int:
-    """How often these ranks, the least used to it, had made this call after the same one before; -1: not known."""
+    """How often these ranks, the least used to it, had made this call at this place before; -1: not known."""
     return min((call.usual for call in calls), default=-1)
 
 

@@ -24,7 +24,7 @@ from keepstep.locate._calls import (
     ranks_of,
     site_of,
 )
-from keepstep.locate._hang_graph import MAX_CULPRITS, HangEvidence, arranged
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, arranged
 
 _CAUSES: dict[Aspect, str] = {
     "op": "entered another operation",
@@ -56,6 +56,8 @@ def diagnose_mismatch(known: HangEvidence) -> Diagnosis | None:
     if found is None:
         return None
     odd, sure, told = _odd(found)
+    if found.is_tied and not told and len(odd) > FEW:
+        odd = []  # so many ranks against as many: to name them all tells nothing
     twice = [rank for rank in odd if _uses_two_threads(known.states[rank], found.group)]
     in_words = _in_words(found, odd)
     culprits = tuple(

@@ -17,12 +17,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import numpy as np
+
 from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
+from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
 from keepstep.traces.recorded_content import Content, content_of
@@ -30,7 +32,6 @@ from keepstep.traces.recorded_content import Content, content_of
 MOST_BYTES = 256 << 20
 _NO_PHASE = -1
 _ENDED = 64  # calls of a group that are told
-_LEAST_PAST = 8  # fewer calls before one are no past to compare it with
 _DEFAULT_GROUP = "default_pg"
 _NAME = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")
 _P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
@@ -235,12 +236,13 @@ def _in_flight(entry: _Entry, entries: Sequence[_Entry]) -> OpInFlight:
 
 
 def _usual(entry: _Entry, entries: Sequence[_Entry]) -> int:
-    """How often the rank had made this call after the same one before it; -1 if too little is known."""
-    calls = [(one.group, one.op, one.content.site) for one in entries if one.peer < 0]
-    at = next((i for i, one in enumerate(e for e in entries if e.peer < 0) if one is entry), 0)
-    if at < _LEAST_PAST or not entry.content.site:
+    """How often the rank had made this call at this place before; -1 if too little is known."""
+    calls = [one for one in entries if one.peer < 0]
+    if not entry.content.site or entry not in calls:
         return -1
-    return list(pairwise(calls[:at])).count((calls[at - 1], calls[at]))
+    numbers: dict[tuple[str, Op, str], int] = {}
+    alike = [numbers.setdefault((one.group, one.op, one.content.site), len(numbers)) for one in calls]
+    return usual(np.array(alike, np.uint64), calls.index(entry))
 
 
 def _load(path: Path) -> Any:

@@ -72,7 +72,7 @@ def _element(types: Any) -> str:
 
 def _site(frames: Any) -> str:
     """The innermost frame that is neither torch's nor the standard library's nor of one of ``LIBRARIES``."""
-    through = ""
+    through, inner = "", ""
     for frame in cast("Sequence[Any]", frames)[:_MOST_FRAMES] if isinstance(frames, (list, tuple)) else ():
         if not isinstance(frame, Mapping):
             return ""
@@ -80,9 +80,9 @@ def _site(frames: Any) -> str:
         file, line, name = str(told.get("filename", "")), told.get("line"), str(told.get("name", ""))
         package = _package(file)
         if package in LIBRARIES:
-            through = package
+            through, inner = package, inner or name
         elif package != "torch" and not file.startswith("<") and not _STANDARD_LIBRARY.search(file):
-            return site_text(file, line, name, through) if isinstance(line, int) else ""
+            return site_text(file, line, name, through, inner) if isinstance(line, int) else ""
     return ""
 
 

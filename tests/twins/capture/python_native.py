@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 
 class Here:
     """See ``_native``."""
 
-    def __init__(self, judge: Callable[[str], int], enter: Callable[[FrameType, int], int]) -> None:
+    def __init__(
+        self, judge: Callable[[str], int], enter: Callable[[FrameType, int, CodeType | None], int]
+    ) -> None:
         self._judge, self._enter = judge, enter
         self._owners: dict[str, int] = {}
-        self._sites: dict[tuple[object, int, int], int] = {}
+        self._sites: dict[tuple[object, ...], int] = {}
 
     def __call__(self) -> int:
         frame: FrameType | None = sys._getframe(1).f_back  # pyright: ignore[reportPrivateUsage]
@@ -24,17 +26,19 @@ class Here:
             owner = self._owners.get(name)
             if owner is None:
                 owner = self._owners[name] = self._judge(name)
+            if owner == 0 and libraries:
+                return self._site(frame, libraries[-1][1], libraries[0][0].f_code)
             if owner == 0:
-                return self._site(frame, libraries[-1][1] if libraries else 0)
+                return self._site(frame, 0, None)
             if owner > 1:
                 libraries.append((frame, owner))
             frame = frame.f_back
-        return self._site(libraries[0][0], 0) if libraries else 0
+        return self._site(libraries[0][0], 0, None) if libraries else 0
 
-    def _site(self, frame: FrameType, through: int) -> int:
-        line = frame.f_code, frame.f_lineno, through
+    def _site(self, frame: FrameType, through: int, inner: CodeType | None) -> int:
+        line = frame.f_code, frame.f_lineno, through, inner
         if line not in self._sites:
-            self._sites[line] = self._enter(frame, through)
+            self._sites[line] = self._enter(frame, through, inner)
         return self._sites[line]
 
 

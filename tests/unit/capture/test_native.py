@@ -308,8 +308,8 @@ def test_here_asks_once_about_a_file_and_a_line() -> None:
         judged.append(name)
         return int(name != __file__)
 
-    def enter(frame: types.FrameType, through: int) -> int:
-        assert through == 0
+    def enter(frame: types.FrameType, through: int, inner: types.CodeType | None) -> int:
+        assert (through, inner) == (0, None)
         entered.append(frame.f_lineno)
         return len(entered)
 
@@ -326,7 +326,7 @@ def test_here_asks_once_about_a_file_and_a_line() -> None:
 
 @pytest.mark.usefixtures("capture_part")
 def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
-    def enter(_: types.FrameType, through: int) -> int:
+    def enter(_: types.FrameType, through: int, inner: types.CodeType | None) -> int:
         raise ValueError("no room")
 
     strangers, failing = Here(lambda _: 1, enter), Here(lambda _: 0, enter)
@@ -339,14 +339,17 @@ def test_here_knows_no_line_among_strangers_and_passes_errors_on() -> None:
         operation(failing)
 
 
-def nested(*names: str) -> tuple[Callable[[Callable[[], int]], int], list[str]]:
+def nested(*names: str) -> Callable[[Callable[[], int]], int]:
     """A function that calls its argument through one function in each of these files, the first being the outermost."""
-    call: Callable[[Callable[[], int]], int] = lambda asks: asks()  # noqa: E731
+
+    def call(asks: Callable[[], int]) -> int:
+        return asks()
+
     for name in reversed(names):
         scope: dict[str, Any] = {"inner": call}
         exec(compile("def outer(asks):\n    return inner(asks)\n", name, "exec"), scope)
         call = scope["outer"]
-    return call, list(names)
+    return call
 
 
 OWNERS = {"user.py": 0, "torch.py": 1, "light.py": 2, "speed.py": 3}
@@ -356,47 +359,46 @@ OWNERS = {"user.py": 0, "torch.py": 1, "light.py": 2, "speed.py": 3}
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        (("user.py", "torch.py"), ("user.py", 0)),
-        (("user.py", "light.py", "torch.py"), ("user.py", 2)),
-        (("user.py", "light.py", "torch.py", "speed.py", "torch.py"), ("user.py", 2)),
-        (("user.py", "light.py", "user.py", "torch.py"), ("user.py", 0)),
-        (("light.py", "torch.py", "speed.py", "torch.py"), ("speed.py", 0)),
+        (("user.py", "torch.py"), ("user.py", 0, "")),
+        (("user.py", "light.py", "torch.py"), ("user.py", 2, "light.py")),
+        (("user.py", "light.py", "torch.py", "speed.py", "torch.py"), ("user.py", 2, "speed.py")),
+        (("user.py", "light.py", "user.py", "torch.py"), ("user.py", 0, "")),
+        (("light.py", "torch.py", "speed.py", "torch.py"), ("speed.py", 0, "")),
         (("torch.py",), None),
-        (("user.py", *["light.py"] * 70), ("user.py", 2)),
+        (("user.py", *["light.py"] * 70), ("user.py", 2, "light.py")),
     ],
 )
 def test_here_finds_the_users_line_behind_libraries(
-    files: tuple[str, ...], found: tuple[str, int] | None
+    files: tuple[str, ...], found: tuple[str, int, str] | None
 ) -> None:
-    entered: list[tuple[str, int]] = []
+    entered: list[tuple[str, int, str]] = []
 
-    def enter(frame: types.FrameType, through: int) -> int:
-        entered.append((frame.f_code.co_filename, through))
+    def enter(frame: types.FrameType, through: int, inner: types.CodeType | None) -> int:
+        entered.append((frame.f_code.co_filename, through, inner.co_filename if inner else ""))
         return 40 + len(entered)
 
     here = Here(lambda name: OWNERS.get(name, 1), enter)
-    call, _ = nested(*files)
+    call = nested(*files)
     for _ in range(3):
         assert call(lambda: here()) == (41 if found else 0)
     assert entered == ([found] if found else [])
 
 
 @pytest.mark.usefixtures("capture_part")
-def test_here_tells_a_line_that_calls_two_libraries_apart() -> None:
-    entered: list[int] = []
+def test_here_tells_a_line_apart_by_the_libraries_and_functions_it_calls() -> None:
+    entered: list[tuple[int, object]] = []
 
-    def enter(_: types.FrameType, through: int) -> int:
-        entered.append(through)
+    def enter(_: types.FrameType, through: int, inner: types.CodeType | None) -> int:
+        entered.append((through, inner))
         return len(entered)
 
     here = Here(lambda name: OWNERS.get(name, 1), enter)
-    through_one, _ = nested("light.py")
-    through_other, _ = nested("speed.py")
+    calls = [nested("light.py"), nested("speed.py"), nested("light.py")]  # functions with code of their own
     scope: dict[str, Any] = {}
     exec(compile("def user(call, asks):\n    return call(asks)\n", "user.py", "exec"), scope)
-    found = [scope["user"](call, lambda: here()) for call in (through_one, through_other, through_one)]
-    assert found == [1, 2, 1]
-    assert entered == [2, 3]
+    found = [scope["user"](call, lambda: here()) for call in (*calls, calls[0])]
+    assert found == [1, 2, 3, 1]
+    assert [through for through, _ in entered] == [2, 3, 2]
 
 
 @pytest.mark.usefixtures("capture_part")

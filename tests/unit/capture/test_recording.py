@@ -300,7 +300,7 @@ def test_a_site_behind_a_library_is_the_users_line_and_names_the_library(
     found = fit(functools.partial(scope["operation"], here))
     assert writer.texts[found].startswith(f"{__file__}:")
     assert writer.texts[found].endswith(
-        "test_a_site_behind_a_library_is_the_users_line_and_names_the_library (called through lightning)"
+        "test_a_site_behind_a_library_is_the_users_line_and_names_the_library (called through lightning, fit)"
     )
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
 

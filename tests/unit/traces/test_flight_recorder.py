@@ -200,7 +200,7 @@ def test_sizes_and_types_of_calls(
     state = read_dumps(write(tmp_path, dict.fromkeys(RANKS, one))).states[0]
     (flight,) = state.in_flight
     assert (flight.bytes, flight.element) == expected
-    assert flight.site == "/home/me/train.py:50 <module> (called through transformers)"
+    assert flight.site == "/home/me/train.py:50 <module> (called through transformers, backward)"
     (ended,) = state.streams[0].ended
     assert (ended.seq, ended.bytes, ended.element, ended.site) == (6, *expected, "")
 

@@ -44,7 +44,12 @@ def records(*calls: tuple[int, Op, int], is_open: int = 0, phases: bool = False)
 def dumb_usual(calls: list[tuple[int, Op, int]], at: int) -> int:
     if at < 8 or not calls[at][2]:
         return -1
-    return sum(calls[i - 1 : i + 1] == calls[at - 1 : at + 1] for i in range(1, at))
+    for back in range(8, 0, -1):
+        run = calls[at - back : at]
+        after = [calls[i] for i in range(back, at) if calls[i - back : i] == run]
+        if after:
+            return after.count(calls[at])
+    return -1
 
 
 def test_how_usual_calls_are_is_counted_as_a_dumb_count_does() -> None:
