@@ -17,7 +17,7 @@ import pytest
 from tests.warm.forked import WarmPopen
 
 from keepstep import ring
-from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.events import Flag, Kind, Op, Phase, element_of, reduction_of
 
 pytestmark = pytest.mark.e2e
 
@@ -198,15 +198,18 @@ def test_flags_bytes_and_peers_of_known_calls(tmp_path: Path) -> None:
     assert [group.members for group in groups] == [(0, 1), (0, 1)]
     records = ran.operations(0)
     synchronous, asynchronous = records[:10], records[10:20]
-    assert (synchronous["flags"] == Flag.SYNC_KNOWN).all()
-    assert (asynchronous["flags"] == Flag.SYNC_KNOWN | Flag.ASYNC | Flag.END_BY_WAIT).all()
+    assert (synchronous["flags"] & 0xFF == Flag.SYNC_KNOWN).all()
+    assert (asynchronous["flags"] & 0xFF == Flag.SYNC_KNOWN | Flag.ASYNC | Flag.END_BY_WAIT).all()
+    assert {element_of(flags) for flags in synchronous["flags"].tolist()} == {"float32"}
+    reductions = [reduction_of(flags) for flags in synchronous["flags"].tolist()]
+    assert reductions == ["SUM", "", "SUM", "", "", "SUM", "SUM", "", "", ""]
     # all-reduce, broadcast, reduce, all-gather (twice), reduce-scatter (twice), gather, scatter, all-to-all
     assert synchronous["bytes"].tolist() == [32, 32, 32, 64, 64, 32, 32, 32, 16, 32]
     assert asynchronous["bytes"].tolist() == synchronous["bytes"].tolist()
     assert (synchronous["wait_ns"] > 0).all()
     p2p = records[records["kind"] == Kind.P2P]
     assert set(p2p["peer"].tolist()) == {1, -1}  # -1: received from anybody
-    assert (p2p["flags"] == Flag.END_BY_WAIT).all()
+    assert (p2p["flags"] & 0xFF == Flag.END_BY_WAIT).all()
     sites = ran.rings[0].sites()
     assert {sites[record["site"]].split(":")[0] for record in records} == {str(JOBS)}
 

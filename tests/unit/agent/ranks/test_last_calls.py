@@ -84,7 +84,7 @@ def test_the_last_calls_of_a_group_are_told_with_what_they_moved() -> None:
     assert (last.site, last.usual) == ("train.py:20 log", 0)
     assert [one.failed for one in found.ended[0]] == [False, False, True, False]
     assert found.ended[3] == ()
-    assert found.usual == {10: 0}
+    assert found.usual == {10: -1}  # the call before it was never made before: the place is new
     assert found.main_site == 1
 
 

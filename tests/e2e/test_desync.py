@@ -1,0 +1,113 @@
+"""Real Gloo jobs in which one rank calls its collectives differently: it is named, with sizes and lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+HEAD = """\
+import datetime, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=15))
+rank = dist.get_rank()
+linear = torch.nn.Linear(8, 1)
+model = torch.nn.parallel.DistributedDataParallel(linear)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+def step():
+    optimizer.zero_grad()
+    time.sleep(0.02)
+    model(torch.randn(4, 8)).mean().backward()
+    optimizer.step()
+"""
+
+
+def line_of(script: str, words: str) -> str:
+    """The place of the only line that holds these words."""
+    (number,) = [number for number, line in enumerate(script.splitlines(), 1) if words in line]
+    return f"job.py:{number} "
+
+
+def judged(folder: Path, script: str, *flags: str) -> dict[str, Any]:
+    """The last incident of a job of three ranks."""
+    (folder / "job.py").write_text(script)
+    words = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
+    subprocess.run(
+        [*words, "--nproc-per-node", "3", str(folder / "job.py")],
+        cwd=folder,
+        env=dict(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    last = max((folder / "run" / "incidents").glob("[0-9]*.json"))
+    return json.loads(last.read_bytes())
+
+
+def culprits(incident: dict[str, Any]) -> list[int]:
+    return [culprit["rank"] for culprit in incident["culprits"]]
+
+
+def test_a_shorter_last_batch_in_an_all_gather(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + """\
+for i in range(30):
+    step()
+for i in range(4):
+    rows = torch.zeros(5 if rank == 2 and i == 3 else 8, 4)
+    dist.all_gather([torch.empty_like(rows) for _ in range(3)], rows)
+for i in range(30):
+    step()
+"""
+    )
+    incident = judged(tmp_path, script)
+    assert culprits(incident) == [2], incident
+    told = json.dumps(incident)
+    assert "rank 2 in ALLGATHER of 80 B (20 float32), ranks 0-1 of 128 B (32 float32)" in told
+    assert line_of(script, "dist.all_gather") in told
+
+
+def test_a_branch_that_one_rank_takes_alone(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + """\
+for i in range(60):
+    if rank == 0 and i == 30:
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX)
+    step()
+"""
+    )
+    incident = judged(tmp_path, script)
+    assert culprits(incident) == [0], incident
+    told = json.dumps(incident)
+    assert line_of(script, "ReduceOp.MAX") in told
+    assert line_of(script, "backward()") in told
+
+
+def test_two_groups_in_another_order(tmp_path: Path) -> None:
+    script = (
+        HEAD
+        + """\
+one, two = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+def first(): dist.all_reduce(torch.ones(10), group=one)
+def second(): dist.all_reduce(torch.ones(20), group=two)
+for i in range(60):
+    time.sleep(0.02)
+    for call in (second, first) if rank == 1 and i >= 30 else (first, second):
+        call()
+    optimizer.step()
+"""
+    )
+    incident = judged(tmp_path, script, "--on-hang", "report")
+    assert culprits(incident) == [1], incident
+    told = json.dumps(incident)
+    assert line_of(script, "def first") in told
+    assert line_of(script, "def second") in told
