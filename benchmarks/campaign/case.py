@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,26 @@ class Case:
     plan: Callable[[int], Plan]
     judge: Callable[[Plan, Outcome], Verdict]
     shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
+    share: float = 1.0  # of the seeds, that is to pass
+    zero: tuple[str, ...] = ()  # figures of ``measured`` that are to be 0 in all seeds together
 
 
 def drawn(case: str, seed: int) -> random.Random:
     """A seed's own chances, the same in every run."""
     return random.Random(f"{case}:{seed}")
+
+
+def kind_of(case: str, seed: int, kinds: Collection[str]) -> str:
+    """A seed's own kind: each block of ``len(kinds)`` seeds has every kind once, in an order of its own."""
+    block, place = divmod(seed, len(kinds))
+    order = list(kinds)
+    random.Random(f"{case}:block {block}").shuffle(order)
+    return order[place]
+
+
+def named_for_sure(incident: Mapping[str, Any]) -> bool:
+    """Whether somebody is named with confidence high."""
+    return any(culprit["confidence"] == "high" for culprit in incident["culprits"])
 
 
 def culprit_ranks(incident: Mapping[str, Any]) -> list[int]:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.campaign.blame import BLAME
 from benchmarks.campaign.case import (
     DP2_PP2,
     HOSTS,
@@ -32,7 +33,8 @@ from benchmarks.campaign.hangs import (
     plan_hang_8,
     plan_kill_8,
 )
-from benchmarks.campaign.odd import SECONDS, judge_odd, plan_odd
+from benchmarks.campaign.odd import ODD
+from benchmarks.campaign.stuck import STUCK
 from benchmarks.campaign.trial import Outcome, Plan
 
 SLOW_STEPS, AFTER_STEPS = 12, 12
@@ -385,17 +387,9 @@ CASES: dict[str, Case] = {
             judge_healthy,
             ("false_alarms",),
         ),
-        *(
-            Case(
-                f"healthy-odd-{what}",
-                5,
-                f"one rank by itself for {seconds} s: 0 processes ended, exit code 0, in 5 of 5 seeds",
-                plan_odd(what),
-                judge_odd,
-                ("ended", "incidents", "blamed"),
-            )
-            for what, seconds in SECONDS.items()
-        ),
+        ODD,
+        STUCK,
+        BLAME,
         Case("crash", 10, "dead process: <= 0.5 s", plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(
             "slow-link",

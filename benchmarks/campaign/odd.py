@@ -1,45 +1,45 @@
 """Healthy jobs that look odd: one rank does something long by itself. Nothing of them may be ended.
 
-The jobs are plain PyTorch (``odd_job.py``), started as users start theirs; the seed draws who does it, when, for how
-many ranks, and in which operation the others wait.
+The jobs are plain PyTorch, or what users train with, started as users start theirs; the seed draws what is done, by
+whom, when, for how long, and in which operation the others wait. What is silent lasts at most 50 s, what moves at most
+150 s; with the patience that the jobs are given, 60 s, neither is a hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from benchmarks.campaign.case import Verdict, drawn, left_over
+from benchmarks.campaign.case import Case, Verdict, left_over, named_for_sure
+from benchmarks.campaign.odd_draw import FRAMEWORKS, NAME, Odd, draw
 from benchmarks.campaign.trial import Outcome, Plan
 
-SECONDS = {"evaluate": 50, "upload": 50, "answer": 50, "roll-out": 40, "stop": 6, "export": 45}
+FLAGS = ("--max-restarts", "2", "--on-hang", "restart", "--hang-patience", "60")
 
 
-def plan_odd(what: str) -> Callable[[int], Plan]:
-    """``what``: of `SECONDS`."""
+def plan_odd(seed: int) -> Plan:
+    odd = draw(seed)
+    return Plan(
+        script=f"benchmarks/campaign/{FRAMEWORKS.get(odd.kind, ('odd_job.py',))[0]}",
+        flags=FLAGS,
+        arguments=("--seed", str(seed), "--notes", "{folder}"),
+        stop=(odd.rank, odd.step, odd.seconds) if odd.kind == "stop" else None,
+        truth=_told(odd),
+        nproc=odd.nproc,
+        timeout_s=odd.seconds + 240,
+    )
 
-    def plan(seed: int) -> Plan:
-        chance = drawn(f"healthy-odd-{what}", seed)
-        nproc = chance.randint(2, 4)
-        rank, step = chance.randrange(nproc), chance.randint(20, 60)
-        wait = chance.choice(("barrier", "broadcast", "gradients"))
-        after = chance.randint(20, 40)
-        return Plan(
-            script="benchmarks/campaign/odd_job.py",
-            flags=("--max-restarts", "2"),
-            arguments=(
-                *("--what", what, "--rank", str(rank), "--step", str(step), "--seconds", str(SECONDS[what])),
-                *("--wait", wait, "--steps", str(step + 1 + after), "--lives", "{folder}/lives-{rank}"),
-            ),
-            stop=(rank, step, SECONDS[what]) if what == "stop" else None,
-            truth={"what": what, "rank": rank, "step": step, "wait": wait},
-            nproc=nproc,
-        )
 
-    return plan
+def _told(odd: Odd) -> dict[str, object]:
+    return {
+        "kind": odd.kind,
+        "way": odd.way,
+        "rank": odd.rank,
+        "step": odd.step,
+        "seconds": odd.seconds,
+        "wait": odd.wait,
+    }
 
 
 def judge_odd(plan: Plan, outcome: Outcome) -> Verdict:
-    """Each rank has begun once and come to its end, and the job's exit code is 0."""
+    """Each rank has begun once and come to its end, nobody is named for sure, and the job's exit code is 0."""
     why = left_over(outcome)
     if outcome.timed_out or outcome.exit_code != 0:
         why.append("the job did not end" if outcome.timed_out else f"exit code {outcome.exit_code}")
@@ -53,5 +53,26 @@ def judge_odd(plan: Plan, outcome: Outcome) -> Verdict:
             why.append(f"rank {rank} began {len(began)} times and was done {len(done)} times")
     if plan.stop and not outcome.notes.get("stopped"):
         why.append("nobody was stopped")
-    blamed = sum(bool(incident["culprits"]) for incident in outcome.incidents)
-    return Verdict(why, {"ended": ended, "incidents": len(outcome.incidents), "blamed": blamed})
+    sure = [incident for incident in outcome.incidents if named_for_sure(incident)]
+    why += [f"{incident['kind']} with a culprit of confidence high" for incident in sure]
+    measured = {
+        "kind": plan.truth["kind"],
+        "way": plan.truth["way"],
+        "ended": ended,
+        "named_for_sure": len(sure),
+        "incidents": len(outcome.incidents),
+        "blamed": sum(bool(incident["culprits"]) for incident in outcome.incidents),
+    }
+    return Verdict(why, measured)
+
+
+ODD = Case(
+    NAME,
+    60,
+    "0 processes ended, 0 incidents of confidence high with a culprit, exit code 0 (one rank by itself, silent for up"
+    " to 50 s or moving for up to 150 s; patience 60 s)",
+    plan_odd,
+    judge_odd,
+    ("incidents", "blamed"),
+    zero=("ended", "named_for_sure"),
+)

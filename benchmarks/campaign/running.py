@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -48,15 +49,16 @@ def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[
         "notes": outcome.notes,
         "script": outcome.script,
         "lives": outcome.lives,
+        "truths": outcome.truths,
         "watched": {rank: [steps[step] for step in sorted(steps)] for rank, steps in outcome.watched.items()},
         "console": outcome.console if why else "",
     }
 
 
-def run_case(case: Case, seeds: int, arguments: argparse.Namespace) -> None:
+def run_case(case: Case, seeds: Iterable[int], arguments: argparse.Namespace) -> None:
     """Run the seeds of a case that have no result yet."""
     done = {} if arguments.again else kept(arguments.out, case.name)
-    todo = [seed for seed in range(seeds) if seed not in done]
+    todo = [seed for seed in seeds if seed not in done]
 
     def one(seed: int) -> None:
         result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)

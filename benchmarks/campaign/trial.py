@@ -41,6 +41,7 @@ class Plan:
     timeout_s: float = 150.0
     end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind
     end_after_s: float = 2.0
+    end_after_truth_s: float = 0.0  # the job is ended so long after it told its truth; 0: it ends by itself
     kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
     slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
     cut_path: tuple[str, str] | None = None  # host, host: there nothing passes from truth["onset"] on
@@ -67,6 +68,7 @@ class Outcome:
     left_over: list[str]  # processes that outlived the launcher
     notes: dict[str, Any]
     console: str
+    truths: list[dict[str, Any]] = field(default_factory=list)  # what the job itself told of what it did
 
 
 class Live:
@@ -115,6 +117,15 @@ class Live:
         os.kill(pid, signal.SIGCONT)
         self.notes["stopped"] = pid
 
+    def look_at_lives(self) -> None:
+        """Note when each process that a rank has told of was gone."""
+        gone: dict[int, float] = self.notes.setdefault("gone", {})
+        for lives in lives_in(self.folder).values():
+            for line in lives:
+                word, pid = line.split()
+                if word == "began" and int(pid) not in gone and not _lives(int(pid)):
+                    gone[int(pid)] = time.time()
+
     def interrupt(self) -> None:
         for pid, line in processes_of(self.run).items():
             if "keepstep.cli run" in line and not line.startswith("nsenter"):
@@ -129,6 +140,13 @@ def read_incidents(run: Path) -> list[dict[str, Any]]:
         with suppress(OSError, json.JSONDecodeError):
             found.append(json.loads(path.read_text()))
     return found
+
+
+def _lives(pid: int) -> bool:
+    """Whether the process is there, and no zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def processes_of(run: Path) -> dict[int, str]:
@@ -202,6 +220,7 @@ def _run(
 ) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "KEEPSTEP_FAULT_LOG": str(folder / "faults.jsonl"), "PYTHONUNBUFFERED": "1"}
+    env["PYTHONPATH"] = str(ROOT)  # jobs are started by their path
     began = time.monotonic()
     with open(folder / "console.txt", "wb") as log:
         launchers = start(_command(plan, folder), env, log)
@@ -222,6 +241,7 @@ def _run(
         left_over=left_over,
         notes=live.notes,
         console=(folder / "console.txt").read_text(errors="replace")[-4000:],
+        truths=truths_in(folder),
     )
 
 
@@ -239,8 +259,11 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
             _disturb_as_planned(plan, live, disturbance)
         if plan.stop and "stopped" not in live.notes:
             live.stop(*plan.stop)
+        live.look_at_lives()
         if plan.end_on and live.incidents(plan.end_on) and interrupt_at == float("inf"):
             interrupt_at = now + plan.end_after_s
+        if plan.end_after_truth_s and interrupt_at == float("inf") and truths_in(live.folder):
+            interrupt_at = now + plan.end_after_truth_s
         if now > interrupt_at:
             live.interrupt()
             interrupt_at = now + 15
@@ -248,6 +271,7 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
             _end(live.launchers)
             return True
         time.sleep(0.05)
+    live.look_at_lives()
     return False
 
 
@@ -298,6 +322,11 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 def lives_in(folder: Path) -> dict[int, list[str]]:
     """What each rank of a job has noted of its lives: ``began PID``, ``done PID``."""
     return {int(path.name.split("-")[1]): path.read_text().splitlines() for path in folder.glob("lives-*")}
+
+
+def truths_in(folder: Path) -> list[dict[str, Any]]:
+    """What each rank of a job has told, when it did it, of what it did wrong."""
+    return [line for path in sorted(folder.glob("truth-*.jsonl")) for line in _json_lines(path)]
 
 
 def _script_times(folder: Path) -> dict[int, list[float]]:

@@ -186,20 +186,3 @@ def test_bootstrap_keeps_blocks_of_neighbours() -> None:
     made = bootstrap(series, 110, random.Random(1))
     assert len(made) == 110
     assert all(made[i + 1] - made[i] == 1 for i in range(109) if (i + 1) % 25)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, ""),
-        ({"exit_code": 1}, "exit code 1"),
-        ({"lives": {0: ["began 1"], 1: ["began 2", "done 2"]}}, "rank 0 began 1 times and was done 0 times"),
-        ({"lives": {0: ["began 1", "began 3", "done 3"], 1: ["began 2", "done 2"]}}, "rank 0 began 2 times"),
-        ({"lives": {}}, "rank 0 began 0 times"),
-        ({"timed_out": True}, "the job did not end"),
-    ],
-)
-def test_a_healthy_job_that_looks_odd_keeps_all_its_processes(changes: dict[str, Any], said: str) -> None:
-    plan = replace(CASES["healthy-odd-upload"].plan(0), nproc=2)
-    found = why("healthy-odd-upload", plan, outcome_of(plan, **changes))
-    assert (said in found) if said else not found

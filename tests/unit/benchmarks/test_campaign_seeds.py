@@ -83,6 +83,6 @@ def test_a_campaign_runs_seeds_without_a_line_and_with_again_all(
     out, runs = tmp_path / "out", tmp_path / "runs"
     for count, again in ((2, False), (3, False), (2, True)):
         chosen = Namespace(out=out, runs=runs, keep_runs=False, again=again, parallel=1)
-        running.run_case(CASES["healthy"], count, chosen)
+        running.run_case(CASES["healthy"], range(count), chosen)
     assert ran == [0, 1, 2, 0, 1]
     assert [one["why"] for one in kept(out, "healthy").values()] == [["RuntimeError: no job here"]] * 3
