@@ -212,10 +212,14 @@ class Cases:
             self._open.hang.end(now_s)
             self._open.sweep()
 
-    def begin_again(self, how: str, now_s: float) -> None:
-        """Note at the open crash that all nodes begin again: that is what was done about it."""
+    def incarnation_over(self, now_s: float) -> None:
+        """Give the verdict on the open crash: what the ranks were in is forgotten next."""
         if self._open.crash is not None:
             self._open.crash.decide(now_s)
+
+    def begin_again(self, how: str) -> None:
+        """Note at the open crash that all nodes begin again: that is what was done about it."""
+        if self._open.crash is not None:
             self._open.crash.acted(Action("all nodes begin again", None, how))
 
     def exit_code(self, now_s: float) -> int:

@@ -260,6 +260,7 @@ class Controller:
             self.peers.refuse(peer, reason)
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
+            self.cases.incarnation_over(now_s)
             self.cluster.begin_again({})  # the launcher of a single node restarts its workers by itself
             self.cases.mitigation.begin_again(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
@@ -294,6 +295,7 @@ class Controller:
 
     def _renew(self, order: Renew, now_s: float) -> None:
         table, before = self.rendezvous.placements, len(self.cluster.nodes)
+        self.cases.incarnation_over(now_s)
         self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
         self.ending.launchers.update(dict.fromkeys(table))
         how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"
@@ -302,7 +304,7 @@ class Controller:
         if len(table) != before or self.reforming.exchanged:  # nodes have other ranks now
             self.backups.begin_again()
         self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
-        self.cases.begin_again(how, now_s)
+        self.cases.begin_again(how)
         self.placing.answer(order.placed)
 
     def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:

@@ -42,7 +42,8 @@ def diagnose_left(
     # An operation that its ranks do not wait for, such as a send on its way, holds nobody up.
     held = [p for p in pending if p.firm and not p.one_sided and not left.keys().isdisjoint(p.absent)]
     if not held:
-        return locate(replace(evidence, states=states, findings=()))
+        found = locate(replace(evidence, states=states, findings=()))
+        return replace(found, culprits=tuple(one for one in found.culprits if one.rank not in left))
     by_rank = {state.rank: state for state in states}
     one_more = next((p for p in held if _is_one_more(p, left, by_rank)), None)
     if one_more is not None:

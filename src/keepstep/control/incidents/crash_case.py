@@ -221,9 +221,9 @@ class CrashCase(Case):
     def _ask(self, death: Finding, now_s: float) -> None:
         """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step."""
         cluster, is_own = self._desk.cluster, testimony(death) == "own"
-        if self._asked_all or (self._knows_own and not is_own):
+        knew_own, self._knows_own = self._knows_own, self._knows_own or is_own
+        if self._asked_all or (knew_own and not is_own):
             return
-        self._knows_own |= is_own
         home, agents = cluster.home(death.rank), set(cluster.agents())
         nodes = agents & {home.rank if home is not None else -1} if is_own else agents
         if not nodes <= self._asked:

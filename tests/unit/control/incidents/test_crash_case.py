@@ -251,7 +251,7 @@ def test_the_end_of_a_rank_that_keepstep_ended_belongs_to_the_hang() -> None:
     assert (job.only.kind, job.only.status) == ("hang", "open")
     assert job.only.evidence[0] == "rank 1 was ended; rank 0 lost its connection"
     recovery = Recovery(1, 1, "was killed", 3.2, (("ended", 3.2),), 0, 4)
-    job.say(0, Recovered(recovery))
+    job.say(0, Recovered(0, recovery))
     assert (job.only.status, job.only.recovery) == ("relieved", recovery)
     assert blamed(job.only) == [(1, "never entered")]
 
@@ -310,3 +310,16 @@ def test_a_node_whose_ranks_have_all_ended_well_has_left() -> None:
     assert sorted(job.controller.cluster.left) == [0, 1]
     job.controller.cluster.begin_again({})
     assert not job.controller.cluster.left
+
+
+def test_the_verdict_comes_before_the_next_incarnation_begins() -> None:
+    """What the ranks were in, and who has left, is forgotten then."""
+    job = Job()
+    job.dies(0, LOST)
+    job.answer()
+    job.wait(0.5)
+    job.leaves(1)
+    join = Join("gpu-0", "10.0.0.0", RANKS, 29500, 0, NODES, NODES, 0, 1)
+    job.say(0, join)
+    assert not job.controller.cluster.left
+    assert blamed(job.only) == [(1, "left with exit code 0")]
