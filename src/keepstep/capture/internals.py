@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,11 +31,30 @@ def stage_class(module: ModuleType) -> Any:
 
 
 def as_torchs_own(ours: Any, original: Any) -> None:
-    """Give our function the file name of the one it replaces, because the compiler skips torch's own files."""
+    """Give our function file and name of the one that it replaces, because the compiler skips torch's own files.
+
+    In a traceback it is at the first line of the original: lines of ours would show other lines of that file.
+    """
     # Another library may have replaced the original by a callable of any kind.
     code = getattr(original, "__code__", None)
     if code is not None:
-        ours.__code__ = ours.__code__.replace(co_filename=code.co_filename)
+        ours.__code__ = ours.__code__.replace(
+            co_filename=code.co_filename,
+            co_name=code.co_name,
+            co_firstlineno=code.co_firstlineno,
+            co_linetable=_on_one_line(ours.__code__),
+        )
+
+
+def _on_one_line(code: CodeType) -> bytes:
+    """A table of line numbers by which all of the code is on its first line; in the form of this Python."""
+    size = len(code.co_code)
+    if sys.version_info < (3, 11):  # pairs: bytes of code, and by how many lines they are further on
+        spans = [min(254, size - begin) for begin in range(0, size, 254)]
+        return bytes(number for span in spans for number in (span, 0))
+    units = size // 2  # an entry has a byte with a form (13: no columns) and up to 8 units, and a byte for the lines
+    spans = [min(8, units - begin) for begin in range(0, units, 8)]
+    return bytes(number for span in spans for number in (0x80 | 13 << 3 | (span - 1), 0))
 
 
 # Functions of the compiler's core, whose use does not load the rest of it; None if this torch has none there.

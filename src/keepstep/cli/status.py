@@ -15,7 +15,7 @@ from keepstep.traces import Run, open_run
 
 _STALE_S = 10.0  # a status file older than this is not shown as the present state
 _COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "WAITS IN")
-_WIDTHS = (12, 16, 7, 8, 11, 9, 9, 8, 0)
+_WIDTHS = (12, 16, 7, 8, 14, 9, 9, 8, 0)
 
 _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."
 
@@ -152,7 +152,7 @@ def _named(kind: type[Op] | type[Phase], code: int) -> str:
         known = kind(code)
     except ValueError:
         return str(code)
-    return known.title if isinstance(known, Phase) else known.name
+    return known.title.replace("its last ", "") if isinstance(known, Phase) else known.name
 
 
 def _line(cells: tuple[str, ...]) -> str:

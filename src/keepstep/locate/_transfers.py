@@ -9,6 +9,7 @@ from statistics import median
 
 from keepstep.core.events import MESSAGES, Op, ends_of
 from keepstep.core.evidence import Evidence
+from keepstep.core.group_names import shown_name
 from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.locate._profile import MAD_TO_SIGMA
@@ -27,7 +28,7 @@ class Path:
     def __str__(self) -> str:
         if self.source >= 0:
             return f"rank {self.source} to rank {self.target}"
-        return f"{self.group} {Op(self.op).name}"
+        return f"{shown_name(self.group)} {Op(self.op).name}"
 
 
 @dataclass(frozen=True, slots=True)

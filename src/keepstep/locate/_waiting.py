@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.core.events import MESSAGES, SYNCHRONISING, Op, ends_of
+from keepstep.core.events import MESSAGES, SET_UP, SYNCHRONISING, Op, ends_of
+from keepstep.core.group_names import shown_name
 from keepstep.core.summary import GroupInfo, RankState, StreamProgress
 
 _PER_GROUP = 8  # operations of a group that are looked at; those with the lowest numbers come first and block
@@ -44,10 +45,13 @@ class Pending:
         return not self.absent and not self.unknown
 
     def __str__(self) -> str:
+        if self.group == SET_UP:
+            return f"the set-up of process groups, call {self.seq}"
         names = "/".join(Op(op).name for op in self.ops)
+        group = f"group {shown_name(self.group)}"
         if self.collective:
-            return f"group {self.group} {names} seq {self.seq}"
-        return f"group {self.group} {names} from rank {self.source} to rank {self.target} seq {self.seq}"
+            return f"{group} {names} seq {self.seq}"
+        return f"{group} {names} from rank {self.source} to rank {self.target} seq {self.seq}"
 
 
 _Stream = tuple[str, int, int, int]  # group, op (0 for collectives), source, target

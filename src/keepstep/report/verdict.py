@@ -10,14 +10,15 @@ from typing import Literal
 
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
+from keepstep.report.folding import alike, shared_detail, span
 from keepstep.report.timeline import lines as lines_of_time
-from keepstep.report.wording import accelerator_time, done, seconds, who
+from keepstep.report.wording import accelerator_time, done, seconds, who_all
 
 WIDTH = 120  # most columns of a line
 _LABEL = 10  # width of the labels at the left
 _RIGHT = 74  # column at which the second half of a line begins
 _FOLDED = 64  # longest list of folded ranks that is printed
-_CULPRITS = 8  # most culprits that are printed
+_CULPRITS = 8  # most lines of culprits that are printed
 _EVIDENCE = 6  # most lines of evidence
 _ORDER = {"high": 0, "medium": 1, "low": 2}
 _STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
@@ -121,9 +122,10 @@ def _culprits(incident: Incident) -> list[str]:
         missing = "; ".join(incident.missing)
         return _wrapped("culprit", f"cause unknown; missing: {missing}" if missing else "cause unknown")
     lines: list[str] = []
-    for index, culprit in enumerate(incident.culprits[:_CULPRITS]):
-        lines += _wrapped("culprit" if index == 0 else "", _culprit(culprit))
-    hidden = incident.culprits[_CULPRITS:]
+    groups = alike(incident.culprits)
+    for index, ones in enumerate(groups[:_CULPRITS]):
+        lines += _wrapped("culprit" if index == 0 else "", _culprit(ones))
+    hidden = [one for ones in groups[_CULPRITS:] for one in ones]
     if hidden:
         ranks = fold_ranks(one.rank for one in hidden if one.rank is not None)
         more = f"and {len(hidden)} more" + (f": ranks {ranks}" if ranks else "")
@@ -131,18 +133,21 @@ def _culprits(incident: Incident) -> list[str]:
     return lines
 
 
-def _culprit(culprit: Culprit) -> str:
-    what = culprit.cause or "cause unknown"
-    if culprit.slowdown > 0:
-        what += f" ×{culprit.slowdown:.1f}"
-    where = f"in {culprit.stage}" if culprit.stage else ""
-    if where in what + culprit.detail:
+def _culprit(ones: Sequence[Culprit]) -> str:
+    """One line for culprits that are alike."""
+    first, detail = ones[0], shared_detail(ones)
+    what = first.cause or "cause unknown"
+    if first.slowdown > 0:
+        what += f" ×{span([one.slowdown for one in ones], '.1f')}"
+    where = first.stage if not first.stage or first.stage.startswith("after ") else f"in {first.stage}"
+    if where in what + detail:
         where = ""
-    return f"{who(culprit)}  {'; '.join(filter(None, (what, culprit.detail, where)))}"
+    return f"{who_all(ones)}  {'; '.join(filter(None, (what, detail, where)))}"
 
 
 def _short(incident: Incident) -> str:
-    return ", ".join(who(one).replace("  ", " ") for one in incident.culprits[:2]) or "cause unknown"
+    named = [who_all(ones).replace("  ", " ") for ones in alike(incident.culprits)[:2]]
+    return ", ".join(named) or "cause unknown"
 
 
 def _victims(incident: Incident, world: int) -> list[str]:
@@ -183,7 +188,7 @@ def _confidence(culprits: Sequence[Culprit]) -> Literal["high", "medium", "low",
 def _actions(incident: Incident, actions: Sequence[Action], now_unix_s: float | None) -> list[str]:
     if not incident.actions and incident.next_action:
         return _wrapped("action", _outlook_words(incident, now_unix_s))
-    if not incident.actions and incident.kind == "crash":
+    if not incident.actions and incident.has_deaths:
         return [_line("action", "the launchers end the job, or start it again where --max-restarts allows")]
     if not incident.actions:
         return [_line("action", "none (watching only)")]

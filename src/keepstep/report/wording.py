@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from keepstep.core.incident import Action, Culprit, Incident
+from keepstep.core.ranges import fold_nodes, fold_ranks
+from keepstep.report.folding import alike
+
+_FOLDED, _FOLDED_NODES = 64, 40  # longest lists of folded ranks and nodes that are printed
 
 
 def who(culprit: Culprit) -> str:
@@ -15,13 +21,25 @@ def who(culprit: Culprit) -> str:
     return f"node {culprit.node}" if culprit.node else "somebody"
 
 
+def who_all(ones: Sequence[Culprit]) -> str:
+    """The name of culprits that are alike: ``ranks 64-126  gpu-[08-15]``."""
+    if len(ones) == 1:
+        return who(ones[0])
+    ranks = fold_ranks(one.rank for one in ones if one.rank is not None)
+    nodes = {one.node for one in ones if one.node}
+    told = fold_nodes(nodes)
+    first = f"ranks {ranks}" if len(ranks) <= _FOLDED else f"{len(ones)} ranks"
+    return f"{first}  {told if len(told) <= _FOLDED_NODES else f'{len(nodes)} nodes'}".rstrip()
+
+
 def named(incident: Incident) -> str:
-    """The first culprit of an incident and the confidence in it, in a few words."""
+    """The first culprits of an incident and the confidence in them, in a few words."""
     if not incident.culprits:
         return "cause unknown"
-    first, others = incident.culprits[0], len(incident.culprits) - 1
-    parts = [who(first).replace("  ", " ") + (f" and {others} more" if others else ""), first.cause]
-    return ", ".join(filter(None, (*parts, f"confidence {first.confidence}")))
+    ones = alike(incident.culprits)[0]
+    others = len(incident.culprits) - len(ones)
+    parts = [who_all(ones).replace("  ", " ") + (f" and {others} more" if others else ""), ones[0].cause]
+    return ", ".join(filter(None, (*parts, f"confidence {ones[0].confidence}")))
 
 
 def done(action: Action) -> str:

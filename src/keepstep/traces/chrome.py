@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from keepstep.core.events import Flag, Kind, Life, Op, Phase
+from keepstep.core.group_names import shown_name
 from keepstep.core.summary import GroupInfo
 
 _OPS = {int(op): op.name for op in Op}
@@ -69,7 +70,7 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
             track, name = "communicators", _LIVES.get(op, f"call {op}")
         else:
             group = int(row["group"])
-            known = groups[group].name if 0 <= group < len(groups) else str(group)
+            known = shown_name(groups[group].name) if 0 <= group < len(groups) else str(group)
             name = _OPS.get(op, f"op {op}")
             peer = int(row["peer"])
             track = f"group {known}" if kind == Kind.COLLECTIVE else "point-to-point"

@@ -15,17 +15,21 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
+from keepstep.core.group_names import NAMES_PER_INCARNATION
+
 _PATIENCE_S = 5.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
 _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
-_NAMES_PER_INCARNATION = 1_000_000
 
 
 def set_names(incarnation: int) -> None:
-    """From now on, give groups names that differ from those of other incarnations and are the same on all ranks."""
+    """From now on, give groups names that differ from those of other incarnations and are the same on all ranks.
+
+    Users are shown them as in the first one (``core.group_names.shown_name``).
+    """
     names = vars(importlib.import_module("torch.distributed.distributed_c10d"))
     with suppress(AttributeError, KeyError):
-        names["_world"].group_count = incarnation * _NAMES_PER_INCARNATION
+        names["_world"].group_count = incarnation * NAMES_PER_INCARNATION
 
 
 def install() -> None:

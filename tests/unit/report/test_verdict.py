@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.effort import many
 
 from keepstep.core.incident import Action, Culprit, Event, Incident, Link
+from keepstep.report.timeline import rows
 from keepstep.report.verdict import WIDTH, render, render_action, render_closing
 
 HANG = Incident(
@@ -114,11 +115,63 @@ def test_cause_unknown_says_what_is_missing() -> None:
 
 
 def test_many_culprits_one_row_each_then_folded() -> None:
-    culprits = tuple(replace(SLOW.culprits[0], rank=rank, detail="") for rank in range(20))
+    culprits = tuple(
+        replace(SLOW.culprits[0], rank=rank, cause=f"cause {rank}", detail="") for rank in range(20)
+    )
     lines = render(replace(SLOW, culprits=culprits)).splitlines()
     assert lines[1].startswith("culprit   rank 0 ")
     assert lines[8].startswith("          rank 7 ")
     assert lines[9] == "          and 12 more: ranks 8-19"
+
+
+def test_culprits_that_share_cause_and_place_are_one_line() -> None:
+    culprits = tuple(
+        Culprit(
+            rank,
+            None,
+            f"gpu-{rank // 8:02d}",
+            "after its last step",
+            0.0,
+            "high",
+            "never entered",
+            f"group 0 ALLREDUCE seq 9; after its last step for {20 + rank % 3} s; [rank{rank}] at train.py:10",
+        )
+        for rank in range(64, 127)
+    )
+    incident = replace(HANG, culprits=culprits)
+    lines = render(incident).splitlines()[1:4]
+    assert " ".join(line[10:] for line in lines[:2]) == (
+        "ranks 64-126  gpu-[08-15]  never entered; group 0 ALLREDUCE seq 9; after its last step for 20 to 22 s; "
+        "[rank N] at train.py:10"
+    )
+    assert lines[2] == "victims   ranks 0-26,28-2047 waiting (2047 of 2048)"
+    closing = render_closing(replace(incident, status="relieved", relief_step=3))
+    assert closing.endswith("incident 0007 (hang, ranks 64-126 gpu-[08-15])")
+
+
+def test_culprits_in_other_places_or_known_less_well_have_lines_of_their_own() -> None:
+    one = Culprit(1, None, "a", "", 0.0, "high", "process died", "exit code 1; at step 4 of rank 1")
+    others = (
+        replace(one, rank=2, detail="exit code 1; at step 5 of rank 2"),
+        replace(one, rank=3, confidence="low"),
+        replace(one, rank=4, cause="stopped"),
+    )
+    lines = render(replace(HANG, culprits=(one, *others))).splitlines()
+    assert [line[10:16] for line in lines[1:5]] == ["rank 1", "rank 2", "rank 3", "rank 4"]
+
+
+def test_slow_ranks_on_one_line_say_how_slow_the_least_and_the_most_is() -> None:
+    first = SLOW.culprits[0]
+    also = replace(first, rank=3, slowdown=2.41, detail="throttled 52% of the time")  # the first: ×2.0, 48%
+    assert render(replace(SLOW, culprits=(first, also))).splitlines()[1] == (
+        "culprit   ranks 2-3  gpu-1  cpu quota ×2.0 to 2.4; throttled 48 to 52% of the time; in forward"
+    )
+
+
+def test_links_and_nodes_are_never_folded() -> None:
+    link = Culprit(None, Link((1, 4), ("gpu-1", "gpu-2")), "gpu-1", "transfer", 9.7, "high", "network")
+    lines = render(replace(SLOW, culprits=(link, link, Culprit(node="a"), Culprit(node="a")))).splitlines()
+    assert [line[10:14] for line in lines[1:5]] == ["link", "link", "node", "node"]
 
 
 def test_victims_that_do_not_fold_are_counted() -> None:
@@ -269,3 +322,13 @@ def test_what_happens_next_is_said_with_how_soon() -> None:
     assert "action    none: a debugger holds rank 27" in render(none, now_unix_s=1.0).splitlines()
     done = replace(coming, actions=(Action("end the hung process"),))
     assert "action    end the hung process" in render(done, now_unix_s=1.0).splitlines()
+
+
+def test_what_follows_a_hang_that_ended_in_deaths_is_up_to_the_launchers() -> None:
+    event = Event("deaths", 1.0, 7, "rank 0 gave up waiting")
+    incident = Incident(1, "hang", 7, 7, None, None, (), (), (), (), events=(event,))
+    assert incident.has_deaths
+    assert "action    the launchers end the job, or start it again" in render(incident)
+    assert not replace(incident, events=()).has_deaths
+    (row,) = [row for row in rows(incident) if row.step == 7]
+    assert row.text == "rank 0 gave up waiting"

@@ -28,8 +28,10 @@ _PHASE = int(Kind.PHASE)
 _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 )
-_NOTHING_NEW = frozenset({_OPTIMIZER, int(Phase.GC)})
+_GC = int(Phase.GC)
+_NOTHING_NEW = frozenset({_OPTIMIZER, _GC})
 _PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT), int(Phase.HOLD))
+_AFTER = dict.fromkeys((_OPTIMIZER, *_PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
 _PASSES = (int(Phase.MODEL), _BACKWARD)
 
 
@@ -88,6 +90,7 @@ class IterationCutter:
         self._records = records  # slots of the ring; ends of older records are never reported
         self._last_new_ns = 0  # start of the newest phase that is no optimizer step or garbage collection
         self._last_end_ns = 0  # end of the newest phase
+        self._last_ended = _OPTIMIZER  # code of the newest phase that has ended, but for garbage collections
         self._learned = StepMarkers()
         self._usual = UsualSequence()
         self._custom = CustomLoop()
@@ -133,6 +136,11 @@ class IterationCutter:
             return self._open[max(self._open)]
         return _FORWARD, self._last_end_ns
 
+    def evident_phase(self) -> tuple[int, int]:
+        """As `phase`, but FORWARD only where a forward pass is evident: after data was loaded, or by a marked one."""
+        code, since_ns = self.phase()
+        return _AFTER.get(self._last_ended, code) if code == _FORWARD else code, since_ns
+
     def microbatch(self) -> int:
         """Number of the open forward or backward pass, from 0; -1: none is open, or iterations have only one."""
         code, _ = self.phase()
@@ -163,6 +171,9 @@ class IterationCutter:
 
     def _note_ends(self, ended: Rows) -> None:
         self._last_end_ns = max(self._last_end_ns, int(ended["end_ns"].max()))
+        told = ended[ended["op"] != _GC]
+        if len(told):
+            self._last_ended = int(told["op"][int(told["end_ns"].argmax())])
         for ticket in ended["ticket"].tolist():
             self._open.pop(ticket, None)
         steps = ended[ended["op"] == _OPTIMIZER]

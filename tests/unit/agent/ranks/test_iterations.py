@@ -171,6 +171,27 @@ def test_phases_are_followed() -> None:
     assert cutter.phase() == (Phase.BACKWARD, int(rank.table()["start_ns"][1]))
 
 
+def test_outside_of_every_phase_the_one_that_ended_last_tells_where_a_rank_is() -> None:
+    rank = g.Job(1).ranks[0]
+    cutter = IterationCutter()
+    empty = np.zeros(0, g.RECORD)
+    assert cutter.evident_phase()[0] == Phase.STARTUP
+    seen: list[int] = []
+    for phase in (g.OPTIMIZER, g.GC, g.DATA, g.BACKWARD, g.OPTIMIZER, g.CHECKPOINT, g.EVALUATION):
+        before = len(rank.rows)
+        rank.phase(phase, 5)
+        rows = rank.table()[before:]
+        cutter.feed(rows, rows, 0, rank.now + 60 * g.MS)
+        code, since_ns = cutter.evident_phase()
+        assert since_ns == int(rows["end_ns"][0])
+        seen.append(code)
+    after, forward = Phase.AFTER_STEP, Phase.FORWARD
+    assert seen == [after, after, forward, Phase.AFTER_BACKWARD, after, after, after]
+    rank.begin(g.BACKWARD)
+    cutter.feed(rank.table()[-1:], empty, 0, rank.now)
+    assert cutter.evident_phase()[0] == Phase.BACKWARD
+
+
 def test_an_asynchronous_checkpoint_of_another_thread_is_no_pause() -> None:
     rank = g.Job(1).ranks[0]
     for _ in range(10):

@@ -1,0 +1,47 @@
+"""What counts as progress of a rank that has stood still."""
+
+from __future__ import annotations
+
+import numpy as np
+from tests.unit.agent import agent_generator as g
+
+from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.core.events import Flag
+from keepstep.core.summary import GroupInfo
+
+EMPTY = np.zeros(0, g.RECORD)
+S = 1_000 * g.MS
+
+
+def all_reduce(ticket: int, start_ns: int) -> Rows:
+    row = np.zeros(1, g.RECORD)
+    row["ticket"], row["seq"], row["start_ns"], row["group"] = ticket, ticket, start_ns, g.WORLD
+    row["kind"], row["op"], row["flags"] = g.COLLECTIVE, g.ALLREDUCE, g.SYNC_KNOWN
+    return row
+
+
+def test_an_operation_that_fails_ends_no_standstill() -> None:
+    track = RankTrack(0, "here", (0,))
+    in_flight = all_reduce(1, 1 * S)
+
+    def take(started: Rows, finished: Rows, now_ns: int) -> None:
+        track.take(started, finished, 0, now_ns, lambda: [GroupInfo("0", (0, 1))])
+
+    def looks(first_s: int, last_s: int) -> list[str]:
+        found = [track.look(second * S, lambda: in_flight) for second in range(first_s, last_s)]
+        return [one.kind for one in found if one is not None]
+
+    take(in_flight, EMPTY, 1 * S)
+    assert looks(2, 1000) == ["hang"]
+    assert track.waiting
+    failed = in_flight.copy()
+    failed["end_ns"], failed["flags"] = 1000 * S, g.SYNC_KNOWN | Flag.FAILED
+    in_flight, progress = EMPTY, track.progress
+    take(EMPTY, failed, 1000 * S)
+    assert looks(1001, 1010) == []
+    assert track.waiting
+    assert (track.progress, track.last_progress_ns) == (progress, 1 * S)
+    in_flight = all_reduce(2, 1010 * S)
+    take(in_flight, EMPTY, 1010 * S)
+    assert looks(1011, 1012) == ["resumed"]
