@@ -1,6 +1,7 @@
 """Writes an uncaught exception into torch's error file, where elastic launchers look for the reason of a death.
 
-The launcher is also told at once, because the process may take seconds to end.
+The launcher is also told at once, because the process may take seconds to end. What no Python sees, an abort or a fatal
+signal, is left in a file beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
+from keepstep.worker import last_words as _last_words
 from keepstep.worker import milestones as _milestones
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -33,7 +35,8 @@ def write_error_file(path: str, error: BaseException) -> None:
 
 
 def install() -> None:
-    """Add to ``sys.excepthook``; what the script prints and its exit code do not change."""
+    """Add to ``sys.excepthook``, and keep last words; what the script prints and its exit code do not change."""
+    _last_words.install()
     previous: ExceptHook = sys.excepthook
     process = os.getpid()
 

@@ -16,6 +16,8 @@ from keepstep.core.lost_connection import tells_of_another
 
 WINDOW_S = 3600.0
 FLAG = "--restart-budget"
+LEFT_EARLY = "left with exit code 0 while others were still training"
+"""The error of a rank that has ended well too early, where the errors of all others only tell of it."""
 # Addresses, processes and times differ in equal errors.
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 _MOST_QUOTED = 120  # characters of an error
@@ -87,9 +89,17 @@ def as_text(limits: Limits) -> str:
 def comes_first(one: Cause, other: Cause) -> Cause:
     """The one of two failures behind a restart that is to blame: the first that is no echo.
 
-    Where keepstep ended a process, the others failed because of that, whatever their errors say.
+    Where keepstep ended a process, the others failed because of that, whatever their errors say. A rank that left early
+    explains echoes, but no error that another rank has of its own.
     """
-    return min(one, other, key=lambda cause: (not cause.by_keepstep, cause.is_echo, cause.at_s))
+    return min(one, other, key=lambda cause: (not cause.by_keepstep, _distance(cause), cause.at_s))
+
+
+def _distance(cause: Cause) -> int:
+    """How far from a cause it may be: 0 for an error of the rank's own."""
+    if cause.is_echo:
+        return 2
+    return 1 if cause.error == LEFT_EARLY else 0
 
 
 def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
@@ -105,9 +115,12 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
         error = last.error if len(last.error) <= _MOST_QUOTED else f"{last.error[:_MOST_QUOTED]}…"
         when = f"at step {last.step}" if last.step > 0 else "before its first step"
         times = {1: "once", 2: "twice"}.get(limits.same, f"{limits.same} times")
+        what = f"has failed {times} {when} with the same error ({error})"
+        if last.error == LEFT_EARLY:
+            what = f"has left with exit code 0 {when} {times} while others were still training"
         return Refusal(
-            f"rank {last.rank} on node {last.node} has failed {times} {when} with the same error "
-            f"({error}): a restart would not help; mend that, or allow it with {FLAG} same=0"
+            f"rank {last.rank} on node {last.node} {what}: "
+            f"a restart would not help; mend that, or allow it with {FLAG} same=0"
         )
     recent = [cause for cause in causes if cause.at_s > last.at_s - WINDOW_S]
     of_node = [cause for cause in recent if cause.node == last.node]

@@ -44,12 +44,13 @@ def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place | Out
         return outcome
     if not may_follow(parts, outcome, place):
         return _explain(parts, outcome)
-    root = root_cause.first(crew.failures)
-    if refused := crew.restarts.refused(cause_of(parts, root)):
+    assert crew.workers is not None
+    blamed = crew.workers.blamed
+    if refused := crew.restarts.refused(cause_of(parts, blamed)):
         ended = _explain(parts, outcome)
         run.warn(refused.reason)
         return replace(ended, reason=refused.reason)
-    run.say(f"rank {root.rank}: {root.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
+    run.say(f"rank {blamed.rank}: {blamed.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
     parts.checks.unfit()  # its warnings count; there is no other node to go to
     parts.course.renew()
     port = run.job.master_port or addresses.free_port("127.0.0.1")
@@ -72,8 +73,11 @@ async def after_all_nodes(
         return course.signal_outcome() if outcome.kind == "halted" else outcome
     course.renew()
     course.has_parted = False
-    if outcome.kind == "failed":
-        tell_failed(parts, root_cause.first(parts.crew.failures))
+    workers = parts.crew.workers
+    # Where others have lost a rank that had left early, its node alone knows that.
+    blamed = workers.blamed if workers and outcome.kind == "failed" else workers and workers.first_left
+    if blamed is not None:
+        tell_failed(parts, blamed)
     link.send(link.member.halted(parts.checks.unfit(), parts.caching.rigid(place)))
     follow()
     try:
@@ -126,12 +130,12 @@ def _explain(parts: Parts, outcome: Outcome) -> Outcome:
     workers, job = parts.crew.workers, parts.run.job
     assert workers is not None
     root = root_cause.first(workers.failures)
-    print(root_cause.render(job.script, job.node, workers.failures), file=sys.stderr, flush=True)
+    blamed, report = workers.blamed, root_cause.render(job.script, job.node, workers.failures, workers.left)
+    print(report, file=sys.stderr, flush=True)
     if target := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         root_cause.hand_up(root, target)
-    for failure in workers.failures[1:]:
-        tell_found(parts, failure)
-    return replace(outcome, code=workers.exit_code, reason=f"rank {root.rank}: {root.text}")
+    then = "" if blamed is root else f"; then rank {root.rank}: {root.text}"
+    return replace(outcome, code=workers.exit_code, reason=f"rank {blamed.rank}: {blamed.text}{then}")
 
 
 async def say_goodbye(parts: Parts, outcome: Outcome) -> int:

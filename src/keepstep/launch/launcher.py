@@ -69,6 +69,7 @@ class Launcher:
             {**environ, COOKIE: cookie},
             failed=self._on_failure,
             finished=lambda: course.settle(Outcome("finished", 0, "finished")),
+            told=self._on_death,
             recovered=self._on_recovery,
         )
         self._parts = parts = Parts(
@@ -199,18 +200,14 @@ class Launcher:
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
         course = self._course
         begins_fresh = course.link and course.link.member.begins_fresh
+        if outcome.kind == "failed":
+            await workers.leaving(lambda: bool(course.signalled) or course.job_over.is_set())
         if may_follow(self._parts, outcome, place) and not begins_fresh:
             workers.call_survivors()
         for child in await self._crew.end(outcome.number, course.kill_now):
             self._run.warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
         await sweep(self._parts)
         self._crew.following.stop()
-        if (
-            outcome.kind == "failed"
-            and (root := root_cause.first(workers.failures)) is not workers.failures[0]
-        ):
-            # A survivor has said that it lost its peer before the launcher saw that the peer was dead.
-            tell_found(self._parts, root)
 
     def _describe(self) -> None:
         controller = self._controller
@@ -241,6 +238,9 @@ class Launcher:
         if self._course.together:
             tell_failed(self._parts, failure)
         self._course.settle(Outcome("failed", failure.exit_code, f"rank {failure.rank}: {failure.text}"))
+
+    def _on_death(self, failure: root_cause.Failure) -> None:
+        tell_found(self._parts, failure)
 
     def _on_recovery(self, recovery: Recovery) -> None:
         self._run.say(sentence(recovery))

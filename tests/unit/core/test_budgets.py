@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.budgets import Cause, Limits, as_text, comes_first, limits_of, refusal
+from keepstep.core.budgets import LEFT_EARLY, Cause, Limits, as_text, comes_first, limits_of, refusal
 from keepstep.core.errors import UsageError
 
 BOOM = "ValueError: boom at 0x7f00"
@@ -100,6 +100,25 @@ def test_the_first_that_is_no_echo_is_to_blame() -> None:
     echo, own = cause(1.0, rank=0, error="Connection reset by peer"), cause(2.0)
     assert comes_first(echo, own) is own
     assert comes_first(own, cause(1.5)) == cause(1.5)
+
+
+def test_who_left_early_explains_echoes_only() -> None:
+    left = cause(5.0, rank=1, error=LEFT_EARLY)
+    echo, own = cause(1.0, rank=0, error="Connection reset by peer"), cause(9.0)
+    assert comes_first(echo, left) is comes_first(left, echo) is left
+    assert comes_first(own, left) is comes_first(left, own) is own
+
+
+def test_who_leaves_early_twice_would_do_so_again() -> None:
+    left = cause(rank=1, step=50, error=LEFT_EARLY)
+    assert refusal(Limits(), [left]) is None
+    refused = refusal(Limits(), [left, left])
+    assert refused is not None
+    assert refused.reason == (
+        "rank 1 on node gpu-1 has left with exit code 0 at step 50 twice while others were still training: "
+        "a restart would not help; mend that, or allow it with --restart-budget same=0"
+    )
+    assert refusal(Limits(), [left, cause(rank=1, step=51, error=LEFT_EARLY)]) is None
 
 
 def test_as_it_is_given() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
 
-from keepstep.core.budgets import Cause, Refusal
+from keepstep.core.budgets import LEFT_EARLY, Cause, Refusal
 from keepstep.launch.after_incarnation import after, after_all_nodes
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import Course, Outcome
@@ -21,6 +22,7 @@ from keepstep.launch.workers.root_cause import Failure
 PLACE = Place(0, 0, 2, 1, "127.0.0.1", 4711)
 FAILED = Outcome("failed", 137, "rank 1: boom")
 FAILURE = Failure(1, 1, 77, 5, 0.0, "boom", "boom", None)
+LEFT = Failure(0, 0, 76, 0, 0.0, LEFT_EARLY, LEFT_EARLY, None)
 
 
 class Node:
@@ -45,7 +47,7 @@ class Node:
             crew=SimpleNamespace(
                 restarts=restarts,
                 failures=[FAILURE],
-                workers=SimpleNamespace(failures=[FAILURE], exit_code=5),
+                workers=SimpleNamespace(failures=[FAILURE], left=[], blamed=FAILURE, exit_code=5),
             ),
             watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
             checks=SimpleNamespace(unfit=lambda: ""),
@@ -68,6 +70,64 @@ def test_a_failure_on_one_node_is_followed_by_a_restart_with_another_port(tmp_pa
         assert node.run.said == ["rank 1: boom; restart 1 of 1"]
         (cause,) = node.causes
         assert (cause.rank, cause.step) == (1, 3)
+
+    asyncio.run(main())
+
+
+def test_who_left_early_is_told_as_the_cause_of_what_others_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        workers = node.parts.crew.workers
+        workers.left, workers.blamed = [LEFT], LEFT
+        assert isinstance(await node.after(FAILED), Place)
+        assert node.run.said == [f"rank 0: {LEFT_EARLY}; restart 1 of 1"]
+        assert (node.causes[0].rank, node.causes[0].error) == (0, LEFT_EARLY)
+        ended = await node.after(FAILED, replace(PLACE, incarnation=1))
+        assert ended == Outcome("failed", 5, f"rank 0: {LEFT_EARLY}; then rank 1: boom")
+
+    asyncio.run(main())
+    assert "Root Cause (first observed failure):" in capsys.readouterr().err
+
+
+class Link:
+    """A link to a controller that gives the node a place at once, and keeps what the node says."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.member = SimpleNamespace(
+            failed=lambda code, text, rank, *_: [(code, text, rank)], halted=lambda *_: ["halted"]
+        )
+
+    def send(self, messages: list[Any]) -> None:
+        self.said += messages
+
+    async def next_place(self) -> Place:
+        return PLACE
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_left", "told"),
+    [
+        ("failed", None, [(5, "rank 1: boom", 1)]),
+        ("halted", LEFT, [(0, f"rank 0: {LEFT_EARLY}", 0)]),
+        ("halted", None, []),
+    ],
+)
+def test_a_node_tells_the_controller_for_what_it_is_to_blame(
+    tmp_path: Path, kind: Any, first_left: Failure | None, told: list[Any]
+) -> None:
+    """Where another node's ranks have lost one that had left here, no other node knows why."""
+
+    async def main() -> None:
+        node, link = Node(tmp_path), Link()
+        node.course.link = link  # type: ignore[assignment]
+        node.parts.crew.workers.first_left = first_left
+        node.parts.caching = SimpleNamespace(rigid=lambda _: "")
+        outcome = Outcome(kind, 5, "over")
+        assert await after_all_nodes(node.parts, lambda: None, outcome, PLACE) == PLACE
+        assert link.said == [*told, "halted"]
 
     asyncio.run(main())
 

@@ -10,18 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.core.incident import Recovery
+from keepstep.core.last_words import drop_empty
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
 from keepstep.launch.workers.restarts import Restarts
-from keepstep.launch.workers.root_cause import Failure, examine, first
+from keepstep.launch.workers.root_cause import Failure, examine, first, left_early, seem_left, to_blame
 from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, worker_streams
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
 _FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _LOOK_S = 0.05
+_LEAVING_S = 2.0  # most seconds from lost connections to the end of the worker that has closed them
 
 
 class Workers:
@@ -36,18 +38,26 @@ class Workers:
         *,
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
+        told: Callable[[Failure], None] = lambda _: None,
+        is_part: bool = False,
     ) -> None:
-        """``failed`` is called at the first failure, ``finished`` when all ended well."""
+        """``failed`` is called at the first failure, ``finished`` when all ended well.
+
+        ``told`` is called, too, as soon as another fails, but not at an end that the launcher may have brought about,
+        and when one leaves while others still train. ``is_part``: whether other nodes have workers of the job.
+        """
         self._plans, self._streams = plans, streams
         self._processes, self._restarts = processes, restarts
-        self._failed, self._finished = failed, finished
+        self._failed, self._finished, self._told, self._is_part = failed, finished, told, is_part
         self._children: dict[int, Child] = {}  # workers by local rank
         self._asked: set[int] = set()  # signals that the launcher sent to end the workers
+        self._asked_unix_s = 0.0  # when it sent the first one
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # failed ranks whose status is the launcher's signal
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
         self._reasons: dict[int, str] = {}  # why keepstep killed a worker, by rank
         self.failures: list[Failure] = []  # in the order in which they were seen
+        self.left: list[Failure] = []  # workers that have ended well while others were still training
         self.failed_s = 0.0  # when the first one was; CLOCK_MONOTONIC
 
     def start(self, environ: Mapping[str, str]) -> None:
@@ -95,6 +105,17 @@ class Workers:
         root = first(self.failures)
         return (self.failures[0] if root.rank in self._interrupted else root).exit_code
 
+    @property
+    def blamed(self) -> Failure:
+        """The failure, or the early exit, for which the job begins again or ends."""
+        return to_blame(self.failures, self.left, len(self._plans))
+
+    @property
+    def first_left(self) -> Failure | None:
+        """The first worker that has left early; None where so many have that those that remained are the odd ones."""
+        few = 2 * len(self.left) <= len(self._plans)
+        return min(self.left, key=lambda one: one.unix_s) if self.left and few else None
+
     def kill(self, rank: int, process: int, reason: str) -> bool:
         """Kill a worker that hangs; ``reason`` counts as its error. False: this process does not play that rank."""
         self._look()  # a worker that fails by itself is not to be taken for one that was killed
@@ -133,6 +154,19 @@ class Workers:
             self._falling.add(plan.local_rank)
             self._fail(self._examine(plan, child.pid, status, now_s), now_s)
 
+    async def leaving(self, over: Callable[[], bool]) -> None:
+        """Where workers have only lost connections, wait a moment for the end of the one that has closed them.
+
+        Python takes long to end, and closes connections early. Nothing is waited for once the end is ``over``, or where
+        the one that has gone may be on another node.
+        """
+        deadline_s = time.monotonic() + _LEAVING_S
+        while self.alive and not (self._is_part or self.left or over()):
+            self._look()
+            if not seem_left(self.failures) or time.monotonic() >= deadline_s:
+                return
+            await _either(self._all_ended, None, _LOOK_S)
+
     def call_survivors(self) -> None:
         """Tell workers that can outlive this incarnation to leave it: they do not count as its workers any more."""
         self._look()  # a worker that fails together with the first one is no survivor
@@ -144,6 +178,7 @@ class Workers:
     def ask(self, number: int) -> None:
         """Send a signal to the whole process group of every worker that lives."""
         self._look()  # a worker that fails by itself is not to be taken for one that the signal ended
+        self._asked_unix_s = self._asked_unix_s or time.time()
         self._asked.add(number)
         for child in self.alive:
             end_group(child.pid, number)
@@ -174,29 +209,50 @@ class Workers:
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
         assert child.status is not None
-        if child.status != 0 and plan.local_rank not in self._falling:
+        if child.status == 0:
+            self._ended_well(plan, child)
+        elif plan.local_rank not in self._falling:
             failure = self._examine(plan, child.pid, child.status, child.ended_s)
             by_us = any(child.status in (-number, 128 + number) for number in self._asked)
             # A worker that was already ending with an error of its own has failed, whatever signal it was sent.
             if not by_us or failure.error_file:
                 if by_us:
                     self._interrupted.add(failure.rank)
-                self._fail(failure, child.ended_s)
+                self._fail(replace(failure, late=self._is_late(failure)), child.ended_s)
+        drop_empty(plan.environment[ERROR_FILE], child.pid)
         if not self.alive and (self._asked or len(self._children) == len(self._plans)):
             self._all_ended.set()
             if not self.failures and not self._asked:
                 self._finished()
 
+    def _ended_well(self, plan: WorkerPlan, child: Child) -> None:
+        """Note the end of a worker as an early one if others run, or have failed, but by lost connections only."""
+        has_failed = plan.local_rank in self._falling or not seem_left(self.failures)
+        if self._asked or has_failed or not (self.alive or self.failures or self._is_part):
+            return
+        self.left.append(left_early(plan, child.pid, _unix_s(child.ended_s)))
+        self._told(self.left[-1])
+
+    def _is_late(self, failure: Failure) -> bool:
+        """Whether a worker may have died of what the launcher had done before, to end them all."""
+        killed = failure.status == -signal.SIGKILL and signal.SIGKILL not in self._asked
+        said = failure.error_file is not None and failure.unix_s < self._asked_unix_s
+        return bool(self._asked) and not (killed or said)
+
     def _fail(self, failure: Failure, failed_s: float) -> None:
+        is_first, has_failed = not self.failures, any(not one.late for one in self.failures)
         self.failures.append(failure)
-        if len(self.failures) == 1:
+        if is_first:
             self.failed_s = failed_s
-            if not self._asked:
-                self._failed(failure)
+        if is_first and not self._asked:
+            self._failed(failure)
+        elif has_failed and (
+            not failure.late or failure.is_echo
+        ):  # else the job was ended, and nobody is to blame
+            self._told(failure)
 
     def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
-        unix_s = time.time() - (time.monotonic() - failed_s)
-        found = examine(plan, pid, status, unix_s, self._streams[plan.local_rank].stderr)
+        found = examine(plan, pid, status, _unix_s(failed_s), self._streams[plan.local_rank].stderr)
         reason = self._reasons.get(plan.rank)
         if not reason or status != -signal.SIGKILL or found.error_file:
             return found
@@ -213,15 +269,16 @@ class Crew:
         *,
         failed: Callable[[Failure], None],
         finished: Callable[[], None],
+        told: Callable[[Failure], None],
         recovered: Callable[[Recovery], None],
     ) -> None:
         """``environ``: of each worker, beside what its place adds.
 
-        ``failed`` is told the first failure of an incarnation, ``finished`` that all its workers ended well, and
-        ``recovered`` that all ranks train again after a restart.
+        ``failed``, ``finished`` and ``told`` are called as by `Workers`, ``recovered`` when all ranks train again after
+        a restart.
         """
         self._run, self.environ = run, environ
-        self._failed, self._finished = failed, finished
+        self._failed, self._finished, self._told = failed, finished, told
         self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
         self.following = Following(run.job, self._logs)  # shows the workers' output; stopped, all of it
         self.workers: Workers | None = None  # workers of the newest incarnation
@@ -259,6 +316,8 @@ class Crew:
             *(plans, streams, self._run.processes, self.restarts),
             failed=self._failed,
             finished=self._finished,
+            told=self._told,
+            is_part=place.node_count > 1,
         )
         self.following.start(streams, place)
         self.workers.start({k: v for k, v in self.environ.items() if k not in OURS})
@@ -275,6 +334,11 @@ class Crew:
         """Let go of everything, because no incarnation follows."""
         self.following.stop()
         self.restarts.end()
+
+
+def _unix_s(at_s: float) -> float:
+    """A moment on CLOCK_MONOTONIC in Unix seconds."""
+    return time.time() - (time.monotonic() - at_s)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s: float) -> None:

@@ -1,4 +1,7 @@
-"""Why a worker failed, from its error file, else its stderr or exit code; and which of several failures came first."""
+"""Why a worker failed, and which of several failures came first.
+
+Its error file tells why, else what it said as it was aborted, its stderr, or its exit code.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from keepstep.core.budgets import LEFT_EARLY
 from keepstep.core.finding import Finding
-from keepstep.core.lost_connection import tells_of_another
+from keepstep.core.last_words import last_words
+from keepstep.core.lost_connection import tells_of_a_timeout, tells_of_another
+from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
+from keepstep.launch.workers import error_text
 from keepstep.launch.workers.processes import exit_code
 
 _LARGEST_ERROR_FILE_BYTES = 1 << 20
 _STDERR_TAIL_BYTES = 16384
 _STDERR_LINES = 20
+_LAST_WORDS_BYTES = 65536
+_LAST_WORDS_LINES = 200
 _SAME_MOMENT_S = 0.5
+_SHOWN_S = 0.05  # shortest time that is told in tenths of a second
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A worker that failed."""
+    """A worker that failed, or that left early."""
 
     rank: int
     local_rank: int
     pid: int
-    status: int  # exit code, or -N for signal N
+    status: int  # exit code, or -N for signal N; 0: it left while others were still training
     unix_s: float  # when its error file was written, else when it died
     message: str  # its error in one line; "" when it left none
     detail: str  # the traceback, or what else there is
     error_file: Path | None
     by_keepstep: bool = False  # whether keepstep ended the process itself
+    late: bool = False  # the launcher had begun to end all workers before, and it may have died of that
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether its error only tells of another worker."""
+        return tells_of_another(self.message)
 
     @property
     def text(self) -> str:
@@ -56,13 +72,20 @@ def examine(plan: WorkerPlan, pid: int, status: int, died_unix_s: float, stderr:
     if written:
         message, detail, at_s = written
         return failure(min(at_s, died_unix_s), message, detail, error_file)
-    tail = _last_lines(stderr) if stderr else []
-    if tail:
-        return failure(died_unix_s, tail[-1], "\n".join(tail), None)
+    words = _last_words(last_words(error_file, pid)) if status < 0 else ""
+    tail = "\n".join(_last_lines(stderr)) if stderr else ""
+    message = error_text.of_last_words(words) or (error_text.of_stderr(tail, status) if tail else "")
+    if tail or words:
+        return failure(died_unix_s, message, "\n".join(filter(None, (tail, words))), None)
     detail = _by_status(status, pid)
     if status > 0:
         detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
     return failure(died_unix_s, "", detail, None)
+
+
+def left_early(plan: WorkerPlan, pid: int, ended_unix_s: float) -> Failure:
+    """A worker that has ended well while others were still training, as the cause of failures that follow."""
+    return Failure(plan.rank, plan.local_rank, pid, 0, ended_unix_s, LEFT_EARLY, LEFT_EARLY, None)
 
 
 def _by_status(status: int, pid: int) -> str:
@@ -90,8 +113,7 @@ def _error_file(path: Path) -> tuple[str, str, float] | None:
     text = said if isinstance(said, str) else str(_field(said, "message") or "")
     trace = str(_field(_field(said, "extraInfo"), "py_callstack") or text)
     if isinstance(said, dict) or text:
-        lines = [line.strip() for line in (text or trace).splitlines() if line.strip()]
-        return lines[0][:500] if lines else "", trace.strip(), at_s
+        return error_text.of_traceback(trace) or error_text.of_message(text or trace), trace.strip(), at_s
     return None
 
 
@@ -101,54 +123,94 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _last_lines(path: Path) -> list[str]:
+    return _lines(_end_of(path, _STDERR_TAIL_BYTES))[-_STDERR_LINES:]
+
+
+def _last_words(path: Path) -> str:
+    return "\n".join(_lines(_end_of(path, _LAST_WORDS_BYTES))[:_LAST_WORDS_LINES])
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _end_of(path: Path, most_bytes: int) -> str:
+    """The last bytes of a file as text; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _STDERR_TAIL_BYTES))
-            text = file.read(_STDERR_TAIL_BYTES).decode(errors="replace")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            return file.read(most_bytes).decode(errors="replace")
     except OSError:
-        return []
-    return [line for line in text.splitlines() if line.strip()][-_STDERR_LINES:]
+        return ""
 
 
 def first(failures: Sequence[Failure]) -> Failure:
     """The root cause: the failure that came first in time.
 
-    Among failures of one moment it is rather that of a process that keepstep ended itself, then one whose error does
-    not tell of another's death: workers may notice a death before the launcher does.
+    Among failures of one moment it is rather that of a process that keepstep ended itself, then one that neither tells
+    of another's death nor may be due to the end of all: workers may notice a death before the launcher does.
     """
     earliest_s = min(failure.unix_s for failure in failures)
     together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
     return min(
         together,
-        key=lambda failure: (not failure.by_keepstep, tells_of_another(failure.message), failure.unix_s),
+        key=lambda failure: (not failure.by_keepstep, failure.late or failure.is_echo, failure.unix_s),
     )
+
+
+def seem_left(failures: Sequence[Failure]) -> bool:
+    """Whether all failures so far are lost connections: then a worker that ends well now has ended before them."""
+    return all(failure.is_echo and not tells_of_a_timeout(failure.message) for failure in failures)
+
+
+def to_blame(failures: Sequence[Failure], left: Sequence[Failure], workers: int) -> Failure:
+    """The failure for which the job begins again: the root cause, or a worker that left early.
+
+    That is to blame where all errors only tell of another worker. ``left``: workers that have ended well, of so many
+    on this node; where more than half have, those that remained are the odd ones.
+    """
+    is_known = any(not (failure.late or failure.is_echo) for failure in failures)
+    if is_known or not left or 2 * len(left) > workers:
+        return first(failures)
+    return min(left, key=lambda failure: failure.unix_s)
 
 
 def finding(failure: Failure, node: str, incarnation: int) -> Finding:
     """The failure as evidence for the controller."""
     return Finding(
-        kind="crash",
+        kind="crash" if failure.status else "exit",
         rank=failure.rank,
         node=node,
         time_s=time.monotonic() - (time.time() - failure.unix_s),
         step=-1,
         exit_code=failure.exit_code,
-        message=failure.message,
+        message=failure.message if failure.status else "",
         incarnation=incarnation,
     )
 
 
-def render(job: str, host: str, failures: Sequence[Failure]) -> str:
-    """The failures in torchrun's form: the root cause after the others."""
+def render(job: str, host: str, failures: Sequence[Failure], left: Sequence[Failure] = ()) -> str:
+    """The failures in torchrun's form: the root cause after the others. ``left``: workers that have ended well."""
     root = first(failures)
     others = sorted((one for one in failures if one is not root), key=lambda one: one.unix_s)
     listed = [_render_one(number, host, failure) for number, failure in enumerate(others, start=1)]
     wide, thin = "=" * 60, "-" * 60
     before = [wide, f"{job} FAILED", thin, "Failures:", *(listed or ["  <NO_OTHER_FAILURES>"]), thin]
-    return "\n".join([*before, "Root Cause (first observed failure):", _render_one(0, host, root), wide])
+    found = _render_one(0, host, root, _note(root, left) if root.is_echo else "")
+    return "\n".join([*before, "Root Cause (first observed failure):", found, wide])
 
 
-def _render_one(number: int, host: str, failure: Failure) -> str:
+def _note(echo: Failure, left: Sequence[Failure]) -> str:
+    """What is known of the cause, where the first error only tells of another worker."""
+    if not left:
+        return "the cause is not known: this error only tells of another rank"
+    ranks = f"rank{'s' if len(left) > 1 else ''} {fold_ranks(one.rank for one in left)}"
+    before_s = echo.unix_s - min(one.unix_s for one in left)
+    when = f"{before_s:.1f} s before" if before_s >= _SHOWN_S else "just then"
+    return f"this error only tells of another rank; {ranks} left with exit code 0 {when}"
+
+
+def _render_one(number: int, host: str, failure: Failure, note: str = "") -> str:
     when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(failure.unix_s))
     name = f" ({_signal_name(-failure.status)})" if failure.status < 0 else ""
     fields = {
@@ -157,6 +219,7 @@ def _render_one(number: int, host: str, failure: Failure) -> str:
         "rank": f"{failure.rank} (local_rank: {failure.local_rank})",
         "exitcode": f"{failure.status} (pid: {failure.pid}){name}",
         "error_file": str(failure.error_file or "<N/A>"),
+        **({"note": note} if note else {}),
         "traceback": failure.detail.replace("\n", "\n  "),
     }
     return "\n".join([f"[{number}]:", *(f"  {label:<10}: {text}" for label, text in fields.items())])

@@ -1,0 +1,3 @@
+"""native/last_words.cpp"""
+
+def install(path: str, /) -> None: ...
