@@ -36,7 +36,7 @@ class Here:
         return self._site(libraries[0][0], 0, None) if libraries else 0
 
     def _site(self, frame: FrameType, through: int, inner: CodeType | None) -> int:
-        line = frame.f_code, frame.f_lineno, through, inner
+        line = frame.f_code, frame.f_lineno, through, id(inner)
         if line not in self._sites:
             self._sites[line] = self._enter(frame, through, inner)
         return self._sites[line]

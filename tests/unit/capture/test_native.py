@@ -386,19 +386,24 @@ def test_here_finds_the_users_line_behind_libraries(
 
 @pytest.mark.usefixtures("capture_part")
 def test_here_tells_a_line_apart_by_the_libraries_and_functions_it_calls() -> None:
-    entered: list[tuple[int, object]] = []
+    entered: list[tuple[int, types.CodeType]] = []
 
     def enter(_: types.FrameType, through: int, inner: types.CodeType | None) -> int:
+        assert inner is not None
         entered.append((through, inner))
         return len(entered)
 
     here = Here(lambda name: OWNERS.get(name, 1), enter)
-    calls = [nested("light.py"), nested("speed.py"), nested("light.py")]  # functions with code of their own
+    calls = [nested("light.py"), nested("speed.py"), nested("light.py", "speed.py")]
     scope: dict[str, Any] = {}
     exec(compile("def user(call, asks):\n    return call(asks)\n", "user.py", "exec"), scope)
     found = [scope["user"](call, lambda: here()) for call in (*calls, calls[0])]
     assert found == [1, 2, 3, 1]
-    assert [through for through, _ in entered] == [2, 3, 2]
+    assert [(through, inner.co_filename) for through, inner in entered] == [
+        (2, "light.py"),
+        (3, "speed.py"),
+        (2, "speed.py"),
+    ]
 
 
 @pytest.mark.usefixtures("capture_part")

@@ -127,7 +127,7 @@ class Run:
             )
             for group, count in rank.counts.items()
         ]
-        last = 1000.0 + len(history)
+        last = 999.0 + len(history)  # since then it waits, or has nothing to do
         return RankState(
             number,
             True,
