@@ -1,5 +1,7 @@
 """An example of sessions, whose rank 1 kills itself in its 7th step of the first incarnation if ``DIES`` is set.
 
+Each process leaves an empty file ``process-RANK-PID``.
+
 Arguments: the example, steps, folder.
 """
 
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+folder = Path(sys.argv[3])
 example = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "recover" / sys.argv[1]), run_name="example"
 )
@@ -24,6 +27,7 @@ batches = 0
 def batch(data: Any) -> Any:
     global batches
     batches += 1
+    (folder / f"process-{dist.get_rank()}-{os.getpid()}").touch()
     if (
         batches == 7
         and os.environ["KEEPSTEP_INCARNATION"] == "0"
@@ -36,5 +40,5 @@ def batch(data: Any) -> Any:
 
 Data.batch = batch
 dist.init_process_group("gloo")
-example["train"](int(sys.argv[2]), Path(sys.argv[3]))
+example["train"](int(sys.argv[2]), folder)
 dist.destroy_process_group()

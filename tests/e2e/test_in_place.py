@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.test_reforming import Nodes
+from tests.e2e.test_session import losses
 
 pytestmark = [
     pytest.mark.e2e,
@@ -113,6 +114,20 @@ def test_the_reference_path_gives_the_same(tmp_path: Path, undisturbed: Undistur
     found = job(tmp_path / "replaced", "ddp", "1:4:backward:kill", *UNWATCHED[1:])
     assert found.losses == undisturbed["ddp"].losses
     assert found.processes == [2, 2]
+
+
+@pytest.mark.parametrize(("example", "ranks"), [("train.py", 2), ("fsdp2.py", 2), ("tp_pp_dp.py", 8)])
+def test_the_shipped_examples_whose_default_group_is_made_before_the_training(
+    tmp_path: Path, example: str, ranks: int
+) -> None:
+    undisturbed, _ = losses(tmp_path / "undisturbed", example=example, ranks=ranks)
+    flags = "-v", "--in-place", "--standbys", "0", "--max-restarts", "1"
+    environment = {"DIES": "1", "KEEPSTEP_LEAVE_S": "60"}
+    found, said = losses(tmp_path / "killed", *flags, example=example, ranks=ranks, **environment)
+    assert "begins anew" not in said
+    assert found == undisturbed
+    played = [len(list((tmp_path / "killed").glob(f"process-{rank}-*"))) for rank in range(ranks)]
+    assert played == [2 if rank == 1 else 1 for rank in range(ranks)]
 
 
 def test_an_exception_in_one_rank_leaves_the_others_in_place(

@@ -14,13 +14,16 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from keepstep.session.default_group import DefaultGroup
+from keepstep.session.holders import holder
 
 _CALLERS = "pt_gloo_runloop"
 _GLOO_THREADS = (_CALLERS, "gloo_tcp_loop")
@@ -33,7 +36,6 @@ _REFUSED = {  # by module: libraries that keep state of a training which the nex
     "lightning.pytorch": "Lightning",
     "pytorch_lightning": "Lightning",
     "transformers.trainer": "the Trainer of transformers",
-    "torch.distributed.pipelining.stage": "pipeline stages",
     "torch.distributed.rpc.api": "RPC",
 }
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -73,27 +75,41 @@ def refusal() -> str:
     return ""
 
 
-def let_go() -> list[str]:
+def let_go(default: DefaultGroup | None = None) -> list[str]:
     """Destroy all groups, empty torch's caches and collect garbage; returns what is still there, in words.
 
-    Objects that are left are frozen, so that the next collection looks only at those that the next training makes.
+    ``default``: the default group, where it was made before the training. Objects that are left are frozen, so that the
+    next collection looks only at those that the next training makes.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     meshes = [weakref.ref(one) for one in _objects() if type(one) is kind]
     _empty_caches()  # comes first, because the collector finds nothing that a cache still holds
     gc.collect()  # Works and models that are garbage hold groups
     until_quiet()
-    if made():
+    groups = [weakref.ref(one) for one in made()]
+    if default is not None:
+        default.vacate()
+    if groups:
         dist.destroy_process_group()
     if _threads_left(_RESTED_S) or any(one() is not None for one in meshes):
         gc.unfreeze()
+        if default is not None:
+            default.look_again()
         gc.collect()
     gc.freeze()
     left = {
-        "threads of process groups": _threads_left(_PATIENCE_S),
-        "device meshes": sum(one() is not None for one in meshes),
+        "threads of process groups": (_threads_left(_PATIENCE_S), groups),
+        "device meshes": (sum(one() is not None for one in meshes), meshes),
     }
-    return [f"{count} {name}" for name, count in left.items() if count]
+    return [f"{count} {name}{_by_whom(held)}" for name, (count, held) in left.items() if count]
+
+
+def _by_whom(references: Sequence[weakref.ref[Any]]) -> str:
+    """Who holds one of these, as far as that is found out: `` (a Trainer)``."""
+    gc.unfreeze()  # frozen objects are searched, too: this process is about to be replaced
+    alive = (one() for one in references)
+    name = next((name for one in alive if one is not None and (name := holder(one))), "")
+    return f" ({name})" if name else ""
 
 
 def _objects() -> Iterator[Any]:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from keepstep.checkpoint import api as door
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
-from keepstep.session import groups
+from keepstep.session import default_group, groups
 from keepstep.worker import group_connections as _group_sockets
 from keepstep.worker import group_setup as _group_setup
 from keepstep.worker import milestones as _milestones
@@ -64,7 +64,7 @@ class Staying:
         self._out = threading.Event()  # the training was left, and all of it was dropped
         self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
         self._random = door.RandomState().state_dict()
-        self._default: str | None = dist.get_backend() if dist.is_initialized() else None
+        self._default = default_group.found()  # looks through objects, hence before these are frozen
         signal.signal(SIGNAL, self._signalled)
         gc.freeze()  # objects that are there already need not be searched when a training is left
         threading.Thread(target=self._listen, name="keepstep-staying", daemon=True).start()
@@ -82,7 +82,7 @@ class Staying:
                 if self._over.is_set():
                     raise Left
                 if self._default is not None and not dist.is_initialized():
-                    dist.init_process_group(self._default)
+                    self._default.make_again()
                 result = train()
                 self._inside, self._ended = False, True
                 return result
@@ -110,7 +110,8 @@ class Staying:
 
     def _begin_again(self) -> None:
         door.forget()
-        held = groups.let_go()
+        held = groups.let_go(self._default)
+        default_group.take_off_prefix()
         if held:
             self._refuse(f"something outside the training still holds {' and '.join(held)}")
         self._out.set()
@@ -190,8 +191,10 @@ def staying() -> Staying | None:
         why = "its training does not run in the main thread"
     elif len(groups.made()) > 1:
         why = "it made process groups besides the default one before the training began"
-    else:  # a DDP whose call is the first to import this would be held by it for ever
-        importlib.import_module("torch._dynamo")
+    elif not (why := default_group.refusal()):
+        importlib.import_module(
+            "torch._dynamo"
+        )  # a DDP whose call is the first to do so would be held for ever
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with suppress(OSError):
         launcher.connect(f"\0{address}")

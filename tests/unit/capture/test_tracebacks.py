@@ -25,7 +25,8 @@ FILE = "/torch/a_module.py"
 def original() -> Callable[[int], int]:
     names: dict[str, Any] = {}
     exec(compile(TORCH, FILE, "exec"), names)
-    linecache.cache[FILE] = len(TORCH), None, TORCH.splitlines(keepends=True), FILE
+    lines: list[str] = list(TORCH.splitlines(keepends=True))
+    linecache.cache[FILE] = len(TORCH), None, lines, FILE
     return names["forward"]
 
 

@@ -47,7 +47,7 @@ def test_a_mesh_that_outlives_the_training_is_found() -> None:
     train(kept)
     del kept[0]  # the model
     held = groups.let_go()
-    assert held[-1] == "1 device meshes"
+    assert held[-1].startswith("1 device meshes")
     kept.clear()
 
 
@@ -73,7 +73,6 @@ def test_a_training_that_may_stay_is_not_refused(monkeypatch: pytest.MonkeyPatch
         ("megatron.core", "Megatron"),
         ("lightning.pytorch", "Lightning"),
         ("transformers.trainer", "Trainer"),
-        ("torch.distributed.pipelining.stage", "pipeline stages"),
     ],
 )
 def test_what_cannot_stay_is_refused_in_one_line(
