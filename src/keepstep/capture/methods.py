@@ -13,6 +13,7 @@ from keepstep.core.events import ELEMENTS, REDUCTIONS, Kind, Op, element_bits, r
 ELEMENT_BITS: dict[Any, int] = {
     getattr(torch, name): element_bits(name) for name in ELEMENTS if hasattr(torch, name)
 }
+_LISTS = (list, tuple)
 _REDUCTION_BITS = tuple(reduction_bits(name) for name in (*REDUCTIONS[:5], *["BITWISE"] * 3, "PREMUL_SUM"))
 
 
@@ -40,9 +41,9 @@ class Method:
         if self.tensors_at < 0:
             return 0
         try:
-            tensors: Any = args[self.tensors_at]
-            while isinstance(tensors, (list, tuple)):
-                tensors = cast("list[Any]", tensors)[0]
+            tensors = args[self.tensors_at]
+            while type(tensors) in _LISTS:
+                tensors = tensors[0]
             bits = ELEMENT_BITS.get(tensors.dtype, 0)
             if bits and self.reduces:
                 number = hash(getattr(args[-1], "reduceOp", None))  # torch's number, in the cheapest way

@@ -100,8 +100,7 @@ class HangEvidence:
             detail.append(f"{place}{batch} for {max(state.now_s - state.phase_since_s, 0):.0f} s")
         if (number := self._pipeline_stage(rank)) is not None:
             detail.append(f"pipeline stage {number}")
-        # py-spy and faulthandler print the innermost frame first.
-        if frame := next((line.strip()[:120] for line in state.stack.splitlines() if ".py" in line), ""):
+        if frame := _innermost_frame(state.stack):
             detail.append(f"at {frame}")
         node = self.nodes.get(rank, "")
         stage = phase_title(state.phase)
@@ -186,6 +185,14 @@ def arranged(evidence: Evidence) -> HangEvidence:
 def is_of(flight: OpInFlight, p: Pending) -> bool:
     """Whether this operation in flight is the rank's part of ``p``."""
     return flight.group == p.group and flight.seq == p.seq and (flight.peer < 0) == p.collective
+
+
+def _innermost_frame(stack: str) -> str:
+    """The innermost frame of the main thread, or of the first where that is not told; "" without a stack."""
+    _, _, main = stack.partition('"MainThread"')
+    lines = (main or stack).splitlines()
+    # py-spy and faulthandler print the innermost frame first; above are lines on the process and the thread.
+    return next((line.strip()[:120] for line in lines if line.startswith(" ") and ".py" in line), "")
 
 
 def _cause(state: RankState, place: str) -> str:

@@ -204,9 +204,13 @@ def test_the_place_in_the_code_is_told():
     job = ddp(2)
     states = Stuck(job, {1: 3}).states()
     stack = 'Thread 7 (idle): "MainThread"\n    slow_loss (train.py:41)\n    main (train.py:90)\n'
-    states[1] = dataclasses.replace(states[1], stack=stack)
-    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
-    assert "at slow_loss (train.py:41)" in found.culprits[0].detail
+    whole = (
+        f'Process 7: python -u train.py\nPython v3.11\n\nThread 9 (idle): "a"\n    run (a.py:3)\n\n{stack}'
+    )
+    for told in (stack, whole):
+        states[1] = dataclasses.replace(states[1], stack=told)
+        found = locate_hang(Evidence(job.infos, job.nodes, states=states))
+        assert "at slow_loss (train.py:41)" in found.culprits[0].detail
 
 
 def test_the_pipeline_stage_and_the_micro_batch_are_told():
