@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self, folder: Path, how: str, odd: int, *flags: str) -> None:
         keepstep = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-        script = [str(JOB), how, str(odd)]
+        script = [str(JOB), str(folder / "run"), how, str(odd)]
         done = subprocess.run(
             [*keepstep, "--nproc-per-node", str(RANKS), *script],
             capture_output=True,

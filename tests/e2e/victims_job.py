@@ -1,17 +1,19 @@
-"""A small job in which those that die first are not at fault. ``victims_job.py HOW RANK``: what which rank does."""
+"""A small job in which those that die first are not at fault. ``victims_job.py RUN HOW RANK``: what which rank does."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-HOW, ODD = sys.argv[1], int(sys.argv[2])
-TIMEOUTS_S = {"sleeps": 4, "hangs": 20}
+RUN, HOW, ODD = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+TIMEOUTS_S = {"sleeps": 6, "hangs": 45}
 STEPS = 30
 
 
@@ -24,13 +26,24 @@ def save(rank: int) -> None:
 def batches(rank: int):
     for step in range(STEPS):
         if rank == ODD and step == 20 and HOW in TIMEOUTS_S:
-            time.sleep(60)
+            time.sleep(120)
         yield torch.randn(8, 16)
+
+
+def is_watched() -> bool:
+    try:
+        nodes = json.loads((RUN / "status.json").read_text())["nodes"]
+    except (OSError, ValueError):
+        return False
+    return bool(nodes) and all(node["agent"] == "ok" for node in nodes)
 
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUTS_S.get(HOW, 60)))
     rank = dist.get_rank()
+    while rank == 0 and not is_watched():
+        time.sleep(0.1)
+    dist.barrier()
     model = DistributedDataParallel(torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for step, batch in enumerate(batches(rank)):
@@ -43,7 +56,7 @@ def main() -> None:
         if HOW == "is late" and step == 20:
             if rank == ODD:
                 time.sleep(30)
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=4), wait_all_ranks=True)
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=6), wait_all_ranks=True)
     if HOW == "one more" and rank == ODD:
         save(rank)
     if HOW != "works on":

@@ -90,21 +90,19 @@ class RankTrack:
         """
         taken = Taken()
         if len(started) or len(finished):
-            ended = finished[(finished["flags"] & _FAILED) == 0]  # an operation that fails ends no standstill
-            self.progress += len(started) + len(ended)
+            if len(finished):
+                self._note_failures(finished)
+            if self.failed is None:
+                self._count(started, finished)
             if len(started):
                 self.thread = int(started["thread"][-1])
-                self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
                 if int(started["group"].max()) >= len(self.groups):
                     self.groups = list(groups())
                     self._names = {number: group.name for number, group in enumerate(self.groups)}
                     self.clock.know(self.groups)
-            if len(ended):
-                self.last_progress_ns = max(self.last_progress_ns, int(ended["end_ns"].max()))
             if len(finished):
                 self.clock.take(finished)
                 self._learn_phases(finished)
-                self._note_failures(finished)
         self.lost += lost
         for cut in self.cutter.feed(started, finished, lost, now_ns):
             self._iteration(cut, now_ns, taken)
@@ -175,6 +173,14 @@ class RankTrack:
             bool(np.logical_and.reduce([cut.rows[name] == row[name] for name in same]).any())
             for cut in list(self._cuts)[-_CUTS_COMPARED:]
         )
+
+    def _count(self, started: Rows, finished: Rows) -> None:
+        """Count records as progress: none while the rank winds up after an operation that failed."""
+        self.progress += len(started) + len(finished)
+        if len(started):
+            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
+        if len(finished):
+            self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
 
     def _note_failures(self, finished: Rows) -> None:
         if self.failed is None and not (finished["flags"] & _FAILED).any():

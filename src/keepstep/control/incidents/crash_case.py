@@ -6,6 +6,7 @@ tell of others are the end of the hang that was open, and belong to its incident
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of on
 _ANSWERS_S = 1.0  # longest wait from the first finding for the states of ranks
 # Longest wait where ranks have only lost connections: who closed them may take long to end, and launchers wait 2 s.
 _LEAVING_S = 2.5
+_RECOVERED_S = 2.0  # wait, once the ranks run again, until their launchers have said what that took
 _SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become known meanwhile
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
@@ -50,6 +52,7 @@ class CrashCase(Case):
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
+        self._run_again_s = math.inf  # since when all ranks that died run again
 
     def found(self, finding: Finding, now_s: float) -> None:
         """Take the death of one more rank into the case."""
@@ -119,6 +122,8 @@ class CrashCase(Case):
         if not self._dirty:
             self._watch_restart(now_s)
             return
+        for death in [] if self._asked else [*self._findings.values()][:1]:
+            self._ask(death, now_s)  # no agent was connected before
         if self._decided_s is None:
             is_due = self._knows_enough(now_s - self._first_s, now_s - self._news_s)
         else:
@@ -187,6 +192,10 @@ class CrashCase(Case):
                 evidence=diagnosis.evidence,
                 missing=diagnosis.missing,
             )
+        # That a living process may go on by itself is no doubt any more.
+        sure = {one.rank for one in diagnosis.culprits if one.confidence == "high"}
+        culprits = [replace(c, confidence="high") if c.rank in sure else c for c in incident.culprits]
+        incident = replace(incident, culprits=tuple(culprits))
         told = _how_it_ended(self._findings, by_us)
         blamed = {culprit.rank for culprit in incident.culprits}
         victims = tuple(rank for rank in diagnosis.victims if rank not in blamed)
@@ -247,8 +256,12 @@ class CrashCase(Case):
         beats = [node.beat for node in nodes if node.beat is not None and (node.heard_s or 0.0) > since_s]
         alive = {one.rank for beat in beats for one in beat.ranks if one.alive and one.step >= 0}
         ranks = self._desk.cluster.known_ranks  # fewer than before, where the job goes on with fewer nodes
-        if all(rank in alive or 0 < ranks <= rank for rank in self._findings):
+        if not all(rank in alive or 0 < ranks <= rank for rank in self._findings):
+            self._run_again_s = math.inf
+        elif now_s - self._run_again_s >= _RECOVERED_S:
             self.restarted(None, now_s)
+        else:
+            self._run_again_s = min(self._run_again_s, now_s)
 
     def _locate(self, now_s: float) -> Diagnosis:
         desk = self._desk

@@ -42,6 +42,14 @@ def test_an_operation_that_fails_ends_no_standstill() -> None:
     assert looks(1001, 1010) == []
     assert track.waiting
     assert (track.progress, track.last_progress_ns) == (progress, 1 * S)
-    in_flight = all_reduce(2, 1010 * S)
+    backward = all_reduce(2, 1000 * S)
+    backward["kind"], backward["group"], backward["end_ns"] = g.PHASE, -1, 1010 * S  # it winds up
+    take(backward, backward, 1010 * S)
+    in_flight = all_reduce(3, 1010 * S)
     take(in_flight, EMPTY, 1010 * S)
-    assert looks(1011, 1012) == ["resumed"]
+    assert looks(1011, 1012) == []
+    ended = in_flight.copy()
+    ended["end_ns"] = 1012 * S
+    in_flight = EMPTY
+    take(EMPTY, ended, 1012 * S)
+    assert looks(1012, 1013) == ["resumed"]

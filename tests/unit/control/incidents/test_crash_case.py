@@ -218,6 +218,7 @@ def test_a_hang_and_the_deaths_of_those_who_waited_are_one_incident() -> None:
     assert (incident.kind, incident.status, blamed(incident)) == ("hang", "open", [(1, "never entered")])
     assert incident.evidence[0] == f"rank 0 gave up waiting: {TIMED_OUT}"
     assert [event.what for event in incident.events] == ["noticed", "verdict", "deaths"]
+    assert [one.confidence for one in incident.culprits] == ["high"]
     assert incident.stuck_s == pytest.approx(70.0, abs=1.0)
     assert 1 not in incident.victims
     assert [say.what for say in job.said] == ["verdict", "sharper"]
