@@ -89,7 +89,7 @@ def test_an_abort_is_told_in_its_own_words_without_redirects(tmp_path: Path) -> 
     pytest.importorskip("torch")
     words = "CUDA error: uncorrectable ECC error encountered"
     throw = f"ctypes.CDLL('libstdc++.so.6')._ZSt21__throw_runtime_errorPKc(b'{words}')"
-    code, said, incidents = run(tmp_path, f"if rank == 2 and step == 30: import ctypes; {throw}")
+    code, said, incidents = run(tmp_path, f"if rank == 2 and step == 150: import ctypes; {throw}")
     assert code == 134, said
     assert f"what():  {words}" in said[: said.index("FAILED")], "the console has it as before"
     assert f"what():  {words}" in said[said.index("Root Cause") :], said

@@ -84,7 +84,7 @@ class Recovery:
 
     incarnation: int  # the incarnation that began
     rank: int  # the rank that failed
-    what: str  # how the rank failed: "was killed", "failed"
+    what: str  # how the rank failed: "was killed", "failed", "left early"
     seconds: float
     phases: tuple[
         tuple[str, float], ...

@@ -169,7 +169,7 @@ class Launcher:
                 self._caching.move(place, following)
             place = following
             if workers.failures:
-                crew.restarts.ended(root_cause.first(workers.failures), workers.failed_s, place.incarnation)
+                crew.restarts.ended(workers.blamed, workers.failed_s, place.incarnation)
 
     def _start_workers(self, place: Place) -> Workers:
         job, controller = self._job, self._controller

@@ -56,7 +56,7 @@ class Restart:
             phases.append((title, round(max(end_s - last_s, 0.0), 3)))
             last_s = max(last_s, end_s)
         seconds = round(last_s - self._failed_s, 3)
-        word = "was killed" if self._failure.status < 0 else "failed"
+        word = "failed" if self._failure.status > 0 else "was killed" if self._failure.status else "left early"
         return Recovery(
             self._incarnation,
             self._failure.rank,

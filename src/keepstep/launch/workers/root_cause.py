@@ -40,7 +40,7 @@ class Failure:
     rank: int
     local_rank: int
     pid: int
-    status: int  # exit code, or -N for signal N; 0: it left while others were still training
+    status: int  # exit code, or -N for signal N; 0: it left early
     unix_s: float  # when its error file was written, else when it died
     message: str  # its error in one line; "" when it left none
     detail: str  # the traceback, or what else there is
