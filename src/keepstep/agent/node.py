@@ -408,7 +408,7 @@ class NodeAgent:
             in_flight = ring.reader.in_flight()
             self._poll_ring(ring, now_ns)  # an operation that fails right now is in flight, or has failed
             reader = ring.reader
-            return rank_state(
+            found = rank_state(
                 ring.track,
                 in_flight,
                 reader.streams(),
@@ -424,6 +424,10 @@ class NodeAgent:
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
                 calls=reader.last_calls(ring.track.progress),
             )
+            if ring.track.progress or ring.process is None:
+                return found
+            begun_s = ring.process.started_s  # nothing was recorded since
+            return replace(found, last_progress_s=begun_s, phase_since_s=begun_s)
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
             return None

@@ -23,6 +23,12 @@ class ProcessId:
     pid: int
     started: int
 
+    @property
+    def started_s(self) -> float:
+        """When it began; CLOCK_MONOTONIC, but for time in which the machine was suspended."""
+        suspended_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+        return self.started / os.sysconf("SC_CLK_TCK") - suspended_s
+
 
 def identify(pid: int, proc: Path = PROC) -> ProcessId | None:
     """The process that has this pid now, if there is one."""
