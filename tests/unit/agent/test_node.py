@@ -84,8 +84,8 @@ def test_steps_are_counted_logged_and_profiled(node: Node) -> None:
     assert not node.poll(0.1)
     beat = node.agent.heartbeat(time.monotonic_ns())
     assert [(one.rank, one.step, one.phase, one.alive) for one in beat.ranks] == [
-        (0, 11, Phase.FORWARD, True),
-        (1, 11, Phase.FORWARD, True),
+        (0, 11, Phase.AFTER_STEP, True),
+        (1, 11, Phase.AFTER_STEP, True),
     ]
     assert all(one.iteration_s > 0 and one.progress == 12 * 3 * 2 for one in beat.ranks)
     log = [json.loads(line) for line in (node.run_dir / "nodes/0/iterations.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import numpy as np
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.last_calls import LastCalls
 from keepstep.agent.ranks.loops import left_loop
-from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.ranks.track import USUAL, RankTrack
 from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import Kind, element_of, reduction_of
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
@@ -70,9 +70,15 @@ def _located(
 ) -> tuple[OpInFlight, ...]:
     """The operations among records, with what the rank's latest iterations tell about them."""
     rows = _operations(rows)
+    if not len(rows):
+        return ()
+    usual = track.usual_operations()
+    ends = zip(rows["end_ns"].tolist(), rows[USUAL].tolist(), strict=True)
     return tuple(
-        replace(one, failed_s=int(row["end_ns"]) * 1e-9, repeats=track.repeats(row))
-        for one, row in zip(operations_in_flight(rows, track.groups, sites, calls), rows, strict=True)
+        replace(one, failed_s=end_ns * 1e-9, repeats=same in usual)
+        for one, (end_ns, same) in zip(
+            operations_in_flight(rows, track.groups, sites, calls), ends, strict=True
+        )
     )
 
 

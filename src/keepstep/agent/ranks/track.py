@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from keepstep.agent.ranks.clocks import ClockSampler
 from keepstep.agent.ranks.event_buffer import Rows, joined
@@ -20,7 +17,8 @@ from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
 
 HISTORY = 256
 _CUTS = 24
-_CUTS_COMPARED = 2  # latest iterations that are looked through for an operation
+_CUTS_COMPARED = 2  # latest iterations whose operations are usual
+USUAL = ["kind", "op", "group", "site"]  # fields by which operations of different iterations are the same
 _CUT_ROWS = 32_768  # most records kept with iterations, about 2 MiB
 _SEARCH_NS = 300_000_000
 _PHASE = int(Kind.PHASE)
@@ -166,13 +164,10 @@ class RankTrack:
             self._note([found])
         return found
 
-    def repeats(self, row: Any) -> bool:
-        """Whether one of the latest iterations has an operation of this kind and group from the same place."""
-        same = ("kind", "op", "group", "site")
-        return any(
-            bool(np.logical_and.reduce([cut.rows[name] == row[name] for name in same]).any())
-            for cut in list(self._cuts)[-_CUTS_COMPARED:]
-        )
+    def usual_operations(self) -> set[tuple[int, ...]]:
+        """The operations of the latest iterations, by the fields in `USUAL`."""
+        latest = list(self._cuts)[-_CUTS_COMPARED:]
+        return {same for cut in latest for same in cut.rows[USUAL].tolist()}
 
     def _count(self, started: Rows, finished: Rows) -> None:
         """Count records as progress: none while the rank winds up after an operation that failed."""
