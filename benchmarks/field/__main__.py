@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report, bench_arguments
 from benchmarks._trials import Trials
-from benchmarks.field.judge import Seen, in_a_line, judge
+from benchmarks.field.judge import Seen, in_a_line, judge, last_line
 from benchmarks.field.running import ROOT, give_up, missing, run_case, scrubbed
 from benchmarks.field.truth import Truth, read
 
@@ -64,7 +64,7 @@ def result_of(truth: Truth, seen: Seen, wall_s: float, hidden: Sequence[Path]) -
         "harmed": judged.harmed,
         "wrong_with_high": judged.wrong_with_high,
         "note": truth.note,
-        "saw": [in_a_line(incident) for incident in seen.incidents],
+        "saw": [in_a_line(incident) for incident in seen.incidents] or [last_line(seen.run_text)],
         "exit_code": seen.exit_code,
         "cut_off": seen.cut_off,
         "ended": seen.ended,

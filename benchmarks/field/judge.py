@@ -111,18 +111,18 @@ def _harm(truth: Truth, seen: Seen) -> Iterator[str]:
 
 def _healthy(truth: Truth, seen: Seen) -> Iterator[str]:
     if seen.cut_off:
-        yield f"the job did not end within {truth.limit_s:g} s"
+        yield "the job did not end by itself"
     for rank, confidence, kind in _wrong(truth, seen, ("high",)):
         yield f"false alarm: {kind} of {rank} with confidence {confidence}"
     if truth.analyze and seen.exit_code:
-        yield f"exit code {seen.exit_code}: {'; '.join(map(in_a_line, seen.incidents)) or _tail(seen.run_text)}"
+        yield f"exit code {seen.exit_code}: {'; '.join(map(in_a_line, seen.incidents)) or last_line(seen.run_text)}"
 
 
 def _faulty(truth: Truth, seen: Seen) -> Iterator[str]:
     last = seen.incidents[-1] if seen.incidents else None
-    about_one = bool(truth.culprits or truth.kinds or truth.sites or truth.phase)
+    about_one = bool(truth.culprits or truth.kinds or truth.sites or truth.phase or truth.slow)
     if about_one and last is None:
-        yield f"silent: no incident ({_tail(seen.run_text)})"
+        yield f"silent: no incident ({last_line(seen.run_text)})"
         return
     yield from _victims(truth, seen)
     if last is not None:
@@ -246,6 +246,7 @@ def _unfolded(text: str) -> str:
     return " ".join(text.split())
 
 
-def _tail(text: str) -> str:
+def last_line(text: str) -> str:
+    """The last line that is not empty, in words."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"last line: {lines[-1][:160]}" if lines else "nothing was said"

@@ -38,7 +38,7 @@ def test_jobs_are_run_judged_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     cases = tmp_path / "samples" / "field_cases"
     truth = {
         "01-fails": {"ranks": 2, "limit_s": 100, "culprits": [1], "kinds": ["crash"], "says": "shard-00017"},
-        "02-goes-on": {"ranks": 2, "limit_s": 15, "healthy": True},
+        "02-goes-on": {"ranks": 2, "limit_s": 5, "healthy": True},
         "03-needs": {"ranks": 1, "needs": "no_such_package", "healthy": True},
     }
     for name, script in (("01-fails", FAILS), ("02-goes-on", GOES_ON)):
@@ -53,7 +53,7 @@ def test_jobs_are_run_judged_and_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (fails["name"], fails["status"], fails["why"]) == ("01-fails", "right", [])
     assert "culprit   rank 1" in fails["verdicts"][-1]
     assert (goes_on["status"], goes_on["cut_off"], goes_on["harmed"]) == ("wrong", True, False)
-    assert goes_on["why"] == ["the job did not end within 15 s"]
+    assert goes_on["why"] == ["the job did not end by itself"]
     assert str(tmp_path) not in json.dumps(kept)
     told = json.loads(written.read_text())
     assert told["left_out"][0]["name"] == "03-needs"
