@@ -113,11 +113,14 @@ def tell_failed(parts: Parts, failure: root_cause.Failure) -> None:
 
 
 def tell_found(parts: Parts, failure: root_cause.Failure) -> None:
-    """Tell the controller, if there is one, of a failure, as evidence about who is to blame."""
-    if link := parts.course.link:
-        assert parts.course.place is not None
-        found = root_cause.finding(failure, parts.run.job.node, parts.course.place.incarnation)
-        link.send(link.member.found(found))
+    """Tell the controller of a failure, as evidence about who is to blame; one that begins later is told then."""
+    course = parts.course
+    assert course.place is not None
+    found = root_cause.finding(failure, parts.run.job.node, course.place.incarnation)
+    if course.link:
+        course.link.send(course.link.member.found(found))
+    else:
+        course.untold.append(found)
 
 
 def cause_of(parts: Parts, failure: root_cause.Failure) -> Cause:

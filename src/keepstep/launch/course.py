@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from keepstep.core.finding import Finding
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.local_run import LocalRun
@@ -50,6 +51,7 @@ class Course:
     def __init__(self) -> None:
         self.place: Place | None = None
         self.link: Link | None = None
+        self.untold: list[Finding] = []  # failures that the controller is to be told once there is a link
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.kill_now = asyncio.Event()  # set when the operator is impatient: nothing is waited for
         self.signalled: signal.Signals | None = None  # the first signal that the launcher was sent

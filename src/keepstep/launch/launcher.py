@@ -118,7 +118,8 @@ class Launcher:
         from keepstep.launch.controller.connection import Link
 
         assert self._controller.at is not None
-        job, rendezvous, place = self._job, self._job.rendezvous, self._course.place
+        course = self._course
+        job, rendezvous, place = self._job, self._job.rendezvous, course.place
         address = addresses.resolve(self._controller.at.host)[0]
         own = addresses.own_address(rendezvous.local_addr, address)
         join = wire.Join(
@@ -135,7 +136,7 @@ class Launcher:
             hosts_controller=self._controller.is_here,
         )
         endpoint = replace(self._controller.at, host=address)
-        link = self._course.link = Link(
+        link = course.link = Link(
             *(self._run, endpoint, join),
             ordered=self._orders.follow,
             token=self._controller.seat,
@@ -145,6 +146,8 @@ class Launcher:
         if job.max_nodes > 1:
             self._orders.watch_lease(link)
         if place:
+            for found in course.untold:
+                link.member.found(found)  # told as soon as there is a connection
             link.placed(place)
             link.open()
         return link

@@ -14,7 +14,7 @@ from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.core.budgets import LEFT_EARLY, Cause, Refusal
-from keepstep.launch.after_incarnation import after, after_all_nodes
+from keepstep.launch.after_incarnation import after, after_all_nodes, tell_found
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import Course, Outcome
 from keepstep.launch.workers.root_cause import Failure
@@ -128,6 +128,22 @@ def test_a_node_tells_the_controller_for_what_it_is_to_blame(
         outcome = Outcome(kind, 5, "over")
         assert await after_all_nodes(node.parts, lambda: None, outcome, PLACE) == PLACE
         assert link.said == [*told, "halted"]
+
+    asyncio.run(main())
+
+
+def test_a_failure_before_there_is_a_controller_is_told_once_there_is_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path)
+        node.course.place = PLACE
+        tell_found(node.parts, FAILURE)
+        assert [(one.kind, one.rank) for one in node.course.untold] == [("crash", 1)]
+        link = Link()
+        link.member.found = lambda finding: [finding]
+        node.course.link = link  # type: ignore[assignment]
+        tell_found(node.parts, LEFT)
+        assert [(one.kind, one.rank) for one in link.said] == [("exit", 0)]
+        assert len(node.course.untold) == 1
 
     asyncio.run(main())
 

@@ -56,17 +56,22 @@ class Restart:
             phases.append((title, round(max(end_s - last_s, 0.0), 3)))
             last_s = max(last_s, end_s)
         seconds = round(last_s - self._failed_s, 3)
-        word = "failed" if self._failure.status > 0 else "was killed" if self._failure.status else "left early"
         return Recovery(
             self._incarnation,
             self._failure.rank,
-            word,
+            _how_it_ended(self._failure.status),
             seconds,
             tuple(phases),
             self._standbys,
             len(self._ranks),
             self._survived,
         )
+
+
+def _how_it_ended(status: int) -> str:
+    if status == 0:
+        return "left early"
+    return "was killed" if status < 0 else "failed"
 
 
 def sentence(recovery: Recovery) -> str:

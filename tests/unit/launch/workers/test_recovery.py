@@ -54,6 +54,14 @@ def test_what_not_all_ranks_have_told_counts_to_the_next_phase() -> None:
     assert dict(told.phases) == {"ended": 0.07, "started": 0.01, "first step": 0.42}
 
 
+def test_a_restart_after_a_rank_had_left_says_so() -> None:
+    made = restart(status=0)
+    made.reached("step", 0, 100.4)
+    told = made.reached("step", 1, 100.5)
+    assert told is not None
+    assert sentence(told).startswith("training again 0.50 s after rank 1 left early (")
+
+
 def test_told_once_and_only_of_ranks_that_were_started() -> None:
     made = restart()
     assert made.reached("step", 7, 100.1) is None
