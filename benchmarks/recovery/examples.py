@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -46,6 +47,7 @@ class Example(NamedTuple):
 
 EXAMPLES = {"train.py": Example(4, 400), "fsdp2.py": Example(4, 400), "tp_pp_dp.py": Example(8, 60)}
 
+_REPLACED = re.compile(r"begins? anew in another process|does not leave its training")
 _Losses = dict[str, dict[int, set[str]]]  # by file and step: what was written, by whatever process
 
 
@@ -157,7 +159,7 @@ def disturbed(name: str, seed: int) -> dict[str, Any]:
             if (recovery := json.loads(path.read_text()).get("recovery"))
         ]
         said = (folder / "console.txt").read_text(errors="replace")
-    why = [line for line in said.splitlines() if "begins anew" in line or "begin anew" in line][:1]
+    why = [line for line in said.splitlines() if _REPLACED.search(line)][:1]
     why += [f"{stayed} of {ranks - 1} processes stayed"] if stayed != ranks - 1 else []
     why += [f"ended with {code}"] if code else []
     why += ["losses differ from those of an undisturbed run"] if found != expected else []

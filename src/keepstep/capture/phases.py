@@ -99,10 +99,16 @@ class Phases:
                     evaluation.end_if_over()
                 operation = open_phases[code] = start(PHASE, code, NO_GROUP, WORLD_PEER, 0, 0, 0)
                 try:
-                    return original(*args, **kwargs)
-                finally:
+                    result = original(*args, **kwargs)
+                except BaseException as error:
                     open_phases.pop(code, None)
+                    if not isinstance(error, StopIteration):
+                        operation.fail()  # what is interrupted has made no progress
                     operation()
+                    raise
+                open_phases.pop(code, None)
+                operation()
+                return result
 
             as_torchs_own(spanned, original)
             return spanned
@@ -134,6 +140,7 @@ class Phases:
                 return result
             except BaseException:
                 buckets.begin()  # drops its Works, which would keep their tensors and the group's connections alive
+                operation.fail()
                 raise
             finally:
                 buckets.plain = False

@@ -170,7 +170,8 @@ class RankTrack:
         return {same for cut in latest for same in cut.rows[USUAL].tolist()}
 
     def _count(self, started: Rows, finished: Rows) -> None:
-        """Count records as progress: none while the rank winds up after an operation that failed."""
+        """Count records as progress: none while the rank winds up after an operation that failed, no phase that did."""
+        finished = finished[(finished["flags"] & _FAILED) == 0]
         self.progress += len(started) + len(finished)
         if len(started):
             self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))

@@ -53,3 +53,17 @@ def test_an_operation_that_fails_ends_no_standstill() -> None:
     in_flight = EMPTY
     take(EMPTY, ended, 1012 * S)
     assert looks(1012, 1013) == ["resumed"]
+
+
+def test_a_phase_that_is_interrupted_ends_no_standstill() -> None:
+    track = RankTrack(0, "here", (0,))
+    forward = all_reduce(1, 1 * S)
+    forward["kind"], forward["op"], forward["group"] = g.PHASE, 8, -1
+    track.take(forward, EMPTY, 0, 1 * S, list)
+    looks = [track.look(second * S, lambda: forward) for second in range(2, 1000)]
+    assert [one.kind for one in looks if one is not None] == ["hang"]
+    interrupted = forward.copy()
+    interrupted["end_ns"], interrupted["flags"] = 1000 * S, Flag.FAILED
+    track.take(EMPTY, interrupted, 0, 1000 * S, list)
+    assert track.look(1001 * S, lambda: EMPTY) is None
+    assert track.last_progress_ns == 1 * S
