@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.e2e
+PATIENCE_S = 90
 
 HEAD = """\
 import datetime, time, torch, torch.distributed as dist
@@ -34,21 +36,30 @@ def line_of(script: str, words: str) -> str:
     return f"job.py:{number} "
 
 
-def judged(folder: Path, script: str, *flags: str) -> dict[str, Any]:
-    """The last incident of a job of three ranks."""
+def judged(folder: Path, script: str) -> dict[str, Any]:
+    """The incident of a job of three ranks, which is ended after it."""
     (folder / "job.py").write_text(script)
-    words = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-    subprocess.run(
+    words = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run")]
+    job = subprocess.Popen(
         [*words, "--nproc-per-node", "3", str(folder / "job.py")],
         cwd=folder,
         env=dict(os.environ),
+        text=True,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
-        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    last = max((folder / "run" / "incidents").glob("[0-9]*.json"))
-    return json.loads(last.read_bytes())
+    until_s = time.monotonic() + PATIENCE_S
+    while job.poll() is None and not found_in(folder) and time.monotonic() < until_s:
+        time.sleep(0.2)
+    job.terminate()
+    _, said = job.communicate(timeout=PATIENCE_S)
+    (incident,) = found_in(folder) or [pytest.fail(f"no incident: {said}")]
+    return incident
+
+
+def found_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_bytes()) for path in (folder / "run" / "incidents").glob("[0-9]*.json")]
 
 
 def culprits(incident: dict[str, Any]) -> list[int]:
@@ -106,7 +117,7 @@ for i in range(60):
     optimizer.step()
 """
     )
-    incident = judged(tmp_path, script, "--on-hang", "report")
+    incident = judged(tmp_path, script)
     assert culprits(incident) == [1], incident
     told = json.dumps(incident)
     assert line_of(script, "def first") in told
