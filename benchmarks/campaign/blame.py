@@ -44,7 +44,7 @@ def judge_blame(plan: Plan, outcome: Outcome) -> Verdict:
         "incidents": len(outcome.incidents),
         "named": sorted(culprit_ranks(last)),
         "confidence": sorted({one["confidence"] for one in last["culprits"]}),
-        "seconds_to_verdict": round(outcome.incidents[0]["detected_unix_s"] - told, 1),
+        "seconds_to_verdict": round(last["detected_unix_s"] - told, 1),
     }
     if measured["named"] != true:
         why.append(f"named {measured['named']}, true {true}")

@@ -8,8 +8,9 @@ from benchmarks.campaign.case import Case, Verdict, culprit_ranks, left_over
 from benchmarks.campaign.stuck_draw import NAME, PATIENCE_S, draw
 from benchmarks.campaign.trial import Outcome, Plan
 
-LATE_S = 30.0  # most seconds beyond the patience, for the verdict, the looks and a busy machine
-LATE_AT_SET_UP_S = 75.0  # there the verdict may come after 60 s
+# Most seconds beyond the patience, which begins with the verdict: that comes after 30 s where a rank has shown pauses,
+# after 60 s at the set-up; and the machine may be busy.
+LATE_S, LATE_AT_SET_UP_S = 60.0, 90.0
 _TOGETHER_S = 0.5  # deaths nearer to each other than this have no order: lives are looked at in turn
 
 

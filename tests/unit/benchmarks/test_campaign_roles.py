@@ -187,13 +187,13 @@ def stuck(kind: str, ended_after_s: float | None, **more: float) -> tuple[Plan, 
     [
         ("lock", 20.5, ""),
         ("lock", 19.5, "ended after 19.5 s, before the patience of 20 s"),
-        ("lock", 51.0, "ended after 51.0 s, patience 20 s"),
+        ("lock", 81.0, "ended after 81.0 s, patience 20 s"),
         ("lock", None, "the process of rank 1 was not ended"),
         ("stopped", 30.0, "before the patience of 60 s"),
         ("stopped", 65.0, ""),
         ("spinning", 190.0, "before the patience of 200 s"),
         ("spinning", 215.0, ""),
-        ("set-up", 90.0, ""),
+        ("set-up", 109.0, ""),
     ],
 )
 def test_a_true_hang_is_ended_after_its_patience(kind: str, after_s: float | None, said: str) -> None:
