@@ -178,9 +178,12 @@ def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str, word
     incidents = [
         json.loads(path.read_text()) for path in sorted((run.folder / "run" / "incidents").glob("*.json"))
     ]
-    (hang,) = [one for one in incidents if one["kind"] == "hang"]
+    (hang,) = [one for one in incidents if one["kind"] != "slow"]
+    assert (hang["kind"], hang["status"]) == ("hang", "relieved")
     assert [one["rank"] for one in hang["culprits"]] == [2]
     assert [one["name"] for one in hang["actions"]] == ["end the hung process"]
+    assert hang["evidence"][0].startswith("rank 2 was ended")
+    assert (hang["incarnation"], hang["recovery"]["incarnation"]) == (0, 1)
 
 
 @pytest.mark.usefixtures("cold")
