@@ -8,9 +8,9 @@ from benchmarks.campaign.case import Case, Verdict, culprit_ranks, left_over
 from benchmarks.campaign.stuck_draw import NAME, PATIENCE_S, draw
 from benchmarks.campaign.trial import Outcome, Plan
 
-# Most seconds beyond the patience, which begins with the verdict: that comes after 30 s where a rank has shown pauses,
-# after 60 s at the set-up; and the machine may be busy.
-LATE_S, LATE_AT_SET_UP_S = 60.0, 90.0
+# Most seconds beyond the patience. It begins with the verdict, which comes after 30 s where a rank has shown pauses and
+# after 60 s at the set-up; on a busy machine a proof takes longer. What it took is among the figures.
+LATE_S = 120.0
 _TOGETHER_S = 0.5  # deaths nearer to each other than this have no order: lives are looked at in turn
 
 
@@ -22,7 +22,7 @@ def plan_stuck(seed: int) -> Plan:
         arguments=("--seed", str(seed), "--notes", "{folder}"),
         truth={"kind": stuck.kind, "rank": stuck.rank, "step": stuck.step, "patience_s": stuck.patience_s},
         nproc=stuck.nproc,
-        timeout_s=stuck.patience_s + 180,
+        timeout_s=stuck.patience_s + 300,
     )
 
 
@@ -46,10 +46,9 @@ def judge_stuck(plan: Plan, outcome: Outcome) -> Verdict:
         return Verdict(why, measured)
     why += _wrongly_gone(outcome, gone, told["rank"], ended)
     patience_s = plan.truth["patience_s"]
-    late_s = LATE_AT_SET_UP_S if plan.truth["kind"] == "set-up" else LATE_S
     if measured["ended_after_s"] < patience_s:
         why.append(f"ended after {measured['ended_after_s']} s, before the patience of {patience_s:g} s")
-    elif measured["ended_after_s"] > patience_s + late_s:
+    elif measured["ended_after_s"] > patience_s + LATE_S:
         why.append(f"ended after {measured['ended_after_s']} s, patience {patience_s:g} s")
     return Verdict(why, measured)
 

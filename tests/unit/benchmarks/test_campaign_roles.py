@@ -187,7 +187,7 @@ def stuck(kind: str, ended_after_s: float | None, **more: float) -> tuple[Plan, 
     [
         ("lock", 20.5, ""),
         ("lock", 19.5, "ended after 19.5 s, before the patience of 20 s"),
-        ("lock", 81.0, "ended after 81.0 s, patience 20 s"),
+        ("lock", 141.0, "ended after 141.0 s, patience 20 s"),
         ("lock", None, "the process of rank 1 was not ended"),
         ("stopped", 30.0, "before the patience of 60 s"),
         ("stopped", 65.0, ""),
