@@ -119,9 +119,14 @@ def rank_state(
         in_flight=_located(track, in_flight, sites, calls),
         streams=tuple(
             StreamProgress(
-                _name(track.groups, group), op, peer, *counts, calls.ended.get(group, ()) if peer < 0 else ()
+                _name(track.groups, group),
+                op,
+                peer,
+                started,
+                completed,
+                calls.ended.get(group, ()) if peer < 0 else (),
             )
-            for group, op, peer, *counts in table
+            for group, op, peer, started, completed in table
         ),
         process_state=process_state,
         stack=stack,
