@@ -203,7 +203,7 @@ class Launcher:
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
         course = self._course
         begins_fresh = course.link and course.link.member.begins_fresh
-        if outcome.kind == "failed":
+        if outcome.kind in ("failed", "halted"):
             await workers.leaving(lambda: bool(course.signalled) or course.job_over.is_set())
         if may_follow(self._parts, outcome, place) and not begins_fresh:
             workers.call_survivors()

@@ -5,6 +5,7 @@ This module does not import torch, because processes without torch use it. Nothi
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ _preset: dict[str, str] = {}  # environment variables that the script set before
 
 
 def install() -> None:
-    """Have the first optimizer step reported. Called at the end of ``import torch``."""
+    """Have the first optimizer step and the end reported. Called at the end of ``import torch``."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if IMPORTS in os.environ:
@@ -35,6 +36,9 @@ def install() -> None:
             reached("step")
 
     register_optimizer_step_post_hook(stepped)
+    process = os.getpid()
+    # The end takes long, and connections are closed early in it: others may fail by that before the process has gone.
+    atexit.register(lambda: os.getpid() == process and reached("leaves"))
 
 
 def renew() -> None:
@@ -43,7 +47,7 @@ def renew() -> None:
 
 
 def reached(name: str, step: int = 0) -> None:
-    """Report a milestone to the launcher once: ``groups``, ``state``, ``step`` or ``raised``.
+    """Report a milestone to the launcher once: ``groups``, ``state``, ``step``, ``raised`` or ``leaves``.
 
     ``step``: for ``state``, how many steps the loaded state has behind it.
     """

@@ -23,7 +23,8 @@ _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
 _FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _LOOK_S = 0.05
-_LEAVING_S = 2.0  # most seconds from lost connections to the end of the worker that has closed them
+_LEAVING_S = 2.0  # most seconds from lost connections to the end of the worker that may have closed them
+_ENDING_S = 10.0  # the same for one that says that it ends: its program is over, and the machine may be busy
 
 
 class Workers:
@@ -55,6 +56,7 @@ class Workers:
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # failed ranks whose status is the launcher's signal
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
+        self._leaving: set[int] = set()  # ranks that say that they end
         self._reasons: dict[int, str] = {}  # why keepstep killed a worker, by rank
         self.failures: list[Failure] = []  # in the order in which they were seen
         self.left: list[Failure] = []  # workers that have ended well while others were still training
@@ -135,6 +137,10 @@ class Workers:
             if plan.rank == rank:
                 self._falls(plan, lambda _: 1)
 
+    def leaves(self, rank: int) -> None:
+        """Note that a worker says that its program is over."""
+        self._leaving.add(rank)
+
     def watch(self) -> None:
         """Look many times a second for workers that have failed, but whose memory is still being freed."""
         if self.alive and not self._asked:
@@ -157,15 +163,25 @@ class Workers:
     async def leaving(self, over: Callable[[], bool]) -> None:
         """Where workers have only lost connections, wait a moment for the end of the one that has closed them.
 
-        Python takes long to end, and closes connections early. Nothing is waited for once the end is ``over``, or where
-        the one that has gone may be on another node.
+        Python takes long to end, and closes connections early. Nothing is waited for once the end is ``over``.
         """
-        deadline_s = time.monotonic() + _LEAVING_S
-        while self.alive and not (self._is_part or self.left or over()):
+        began_s = time.monotonic()
+        while self.alive and not over():
             self._look()
-            if not seem_left(self.failures) or time.monotonic() >= deadline_s:
+            if time.monotonic() - began_s >= self._patience_s():
                 return
             await _either(self._all_ended, None, _LOOK_S)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a worker that says that it ends, or else for the one that all others have lost."""
+        if not seem_left(self.failures):
+            return 0.0
+        said = [plan.local_rank for plan in self._plans if plan.rank in self._leaving]
+        children = [self._children.get(local_rank) for local_rank in said if local_rank not in self._falling]
+        if any(child is not None and child.alive for child in children):
+            return _ENDING_S
+        # On several nodes it may be on another one.
+        return _LEAVING_S if self.failures and not (self._is_part or self.left) else 0.0
 
     def call_survivors(self) -> None:
         """Tell workers that can outlive this incarnation to leave it: they do not count as its workers any more."""
@@ -283,7 +299,11 @@ class Crew:
         self.following = Following(run.job, self._logs)  # shows the workers' output; stopped, all of it
         self.workers: Workers | None = None  # workers of the newest incarnation
         self.restarts = Restarts(
-            run, environ, recovered=recovered, raised=lambda rank: self.workers and self.workers.raised(rank)
+            run,
+            environ,
+            recovered=recovered,
+            raised=lambda rank: self.workers and self.workers.raised(rank),
+            leaves=lambda rank: self.workers and self.workers.leaves(rank),
         )
 
     @property

@@ -31,13 +31,15 @@ class Restarts:
         *,
         recovered: Callable[[Recovery], None],
         raised: Callable[[int], object],
+        leaves: Callable[[int], object] = lambda _: None,
     ) -> None:
         """``recovered`` is called once all ranks train again after a restart.
 
-        ``raised`` is called with a rank that says that it ends with an error, where a restart may follow.
+        ``raised`` is called with a rank that says that it ends with an error, where a restart may follow; ``leaves``
+        with one that says that it ends.
         """
         self._job, job = run.job, run.job
-        self._recovered, self._raised = recovered, raised
+        self._recovered, self._raised, self._leaves = recovered, raised, leaves
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(run, job.standbys, environ)
@@ -150,6 +152,8 @@ class Restarts:
             return
         if name == "raised" and not self._is_last:
             self._raised(rank)
+        if name == "leaves":
+            self._leaves(rank)
         if name == "state":
             self._loaded[rank] = step
         if name == "step":

@@ -208,6 +208,34 @@ def test_who_leaves_just_after_its_connections_closed_is_waited_for(tmp_path: Pa
     alone(main)
 
 
+def test_who_says_that_it_leaves_is_waited_for_on_any_node(tmp_path: Path) -> None:
+    async def main() -> None:
+        leaves = "import time; open(OUT, 'w').close(); time.sleep(0.5)"
+        node = Node(tmp_path, SLEEPS, leaves, is_part=True)
+        await node.until((tmp_path / "out-1").exists)
+        node.workers.leaves(1)
+        await node.workers.leaving(lambda: True)
+        assert node.told == [], "nothing is waited for"
+        await node.workers.leaving(lambda: False)
+        assert node.told == [(1, 0)]
+        await node.end()
+        assert node.workers.first_left is node.workers.left[0]
+
+    alone(main)
+
+
+def test_on_a_node_of_several_nobody_is_waited_for_that_says_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path, loses("Connection closed by peer"), SLEEPS, is_part=True)
+        await node.until(lambda: node.failed)
+        looks: list[bool] = []
+        await node.workers.leaving(lambda: bool(looks.append(True)))
+        assert (len(looks), len(node.workers.alive)) == (1, 1)
+        await node.end()
+
+    alone(main)
+
+
 def test_who_leaves_may_be_the_last_to_end(tmp_path: Path) -> None:
     async def main() -> None:
         leaves = "import time; open(OUT, 'w').close(); time.sleep(1)"
