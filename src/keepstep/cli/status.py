@@ -9,6 +9,7 @@ from typing import Any
 from keepstep.cli._parsing import Parser, print_json
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
+from keepstep.core.group_names import shown_name
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.traces import Run, open_run
@@ -124,7 +125,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             state = "ended" if not beat["alive"] else str(node["agent"])
             flying, waits_in = beat.get("in_flight"), ""
             if flying and beat["idle_s"] >= 1.0:
-                waits_in = f"{_named(Op, flying['op'])} {flying['group']} seq {flying['seq']}"
+                waits_in = f"{_named(Op, flying['op'])} {shown_name(flying['group'])} seq {flying['seq']}"
             idle = f"{beat['idle_s']:.0f} s" if beat["idle_s"] >= 1.0 else ""
             yield (
                 beat["rank"], node["node"], state, beat["step"], _named(Phase, beat["phase"]),
