@@ -18,10 +18,10 @@ rank = dist.get_rank()
 FAILS = (
     HEAD
     + """
-for step in range(40):
-    if rank == 1 and step == 20:
+for step in range(300):
+    if rank == 1 and step == 200:
         raise FileNotFoundError("shard-00017.tar")
-    dist.all_reduce(torch.ones(1)); time.sleep(0.02)
+    dist.all_reduce(torch.ones(1)); time.sleep(0.05)
 """
 )
 GOES_ON = (
