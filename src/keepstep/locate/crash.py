@@ -241,11 +241,16 @@ def _diagnose_awaited(deaths: _Deaths) -> Diagnosis | None:
     culprits = tuple(one for one in found.culprits if _can_be_blamed(one, unseen, timed_out))
     if not culprits:
         return None
+    by_exit = any(one.cause in (LEFT, ONE_MORE) for one in culprits)
+    if not (timed_out or by_exit):
+        # Who is gone has closed the connections; who has not come yet need not be the one.
+        sure: Confidence = "medium" if len(culprits) == 1 else "low"
+        culprits = tuple(replace(one, confidence=sure) for one in culprits)
     blamed = {one.rank for one in culprits if one.rank is not None}
     died = {one.rank for one in deaths.all}
     lines = [*_ends(deaths, victims), *(line for line in found.evidence if _still_holds(line))]
     summary = found.summary
-    if not any(one.cause in (LEFT, ONE_MORE) for one in culprits):
+    if not by_exit:
         summary = _gave_up(deaths, victims, _ranks(blamed) if blamed else "a link")
     return replace(
         found,

@@ -128,6 +128,14 @@ def test_who_was_a_moment_later_than_one_that_lost_its_connection_is_a_victim() 
     assert found.culprits == ()
 
 
+def test_who_has_not_come_is_less_surely_the_one_that_closed_the_connections() -> None:
+    states = [gave_up(waits(0), 100.1), ended(sleeps(1)), gave_up(waits(2), 100.1)]
+    found = locate_crash(given(states, death(0, 100.4, LOST)))
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(1, "medium")]
+    found = locate_crash(given([states[0], states[1], ended(sleeps(2))], death(0, 100.4, LOST)))
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(1, "low"), (2, "low")]
+
+
 def test_the_cause_of_lost_connections_is_not_guessed_among_those_that_lost_them() -> None:
     states = [gave_up(waits(rank), 100.1) for rank in range(3)]
     found = locate_crash(given(states, *(death(rank, 100.4, LOST) for rank in range(3))))
