@@ -248,6 +248,8 @@ def _diagnose_awaited(deaths: _Deaths) -> Diagnosis | None:
         culprits = tuple(replace(one, confidence=sure) for one in culprits)
     blamed = {one.rank for one in culprits if one.rank is not None}
     died = {one.rank for one in deaths.all}
+    # One that came too late may have died of that, too.
+    victims = [one for one in victims if one.rank not in blamed] or victims
     lines = [*_ends(deaths, victims), *(line for line in found.evidence if _still_holds(line))]
     summary = found.summary
     if not by_exit:

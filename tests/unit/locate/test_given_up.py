@@ -111,6 +111,10 @@ def test_who_comes_after_the_others_have_given_up_did_not_come() -> None:
     states = [gave_up(waits(0), 106.0), late, gave_up(waits(2), 106.0)]
     found = locate_crash(given(states, death(0, 106.4, TIMED_OUT), death(2, 106.4, TIMED_OUT)))
     assert [c.rank for c in found.culprits] == [1]
+    too = [states[0], gave_up(late, 106.3), states[2]]
+    found = locate_crash(given(too, death(0, 106.4, TIMED_OUT), death(1, 106.5, LOST)))
+    assert found.summary.startswith("rank 0 gave up waiting for rank 1 in ALLREDUCE")
+    assert found.victims == (0, 2)
 
 
 def test_on_another_node_that_takes_clocks() -> None:
