@@ -120,6 +120,7 @@ class OpEnded:
     site: str = ""
     usual: int = -1
     failed: bool = False
+    thread: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,14 @@ def diagnose_mismatch(known: HangEvidence) -> Diagnosis | None:
     odd, sure, told = _odd(found)
     if found.is_tied and not told and len(odd) > FEW:
         odd = []  # so many ranks against as many: to name them all tells nothing
-    twice = [rank for rank in odd if _uses_two_threads(known.states[rank], found.group)]
+    # On a GPU all ranks call from two threads, their own and autograd's, one after the other.
+    usual = max(len(_threads(known.states[rank], found.group)) for rank in found.classes[0])
+    twice = [
+        rank
+        for rank in odd
+        if _waits_twice(known.states[rank], found.group)
+        or (not found.is_tied and len(_threads(known.states[rank], found.group)) > max(usual, 1))
+    ]
     in_words = _in_words(found, odd)
     culprits = tuple(
         replace(culprit, detail="; ".join(filter(None, (in_words, culprit.detail))))
@@ -70,7 +77,7 @@ def diagnose_mismatch(known: HangEvidence) -> Diagnosis | None:
     if ended := [rank for rank, call in sorted(found.calls.items()) if _has_fallen(known.states[rank], call)]:
         lines.append(f"{ranks_of(ended)} failed in it or died: a consequence, whoever it was")
     if twice:
-        lines.append(f"{ranks_of(twice)} is in it with two threads at once: their order is left to chance")
+        lines.append(f"{ranks_of(twice)} called the group from two threads: their order is left to chance")
     missing = (
         ("which of them is meant: as many ranks called it one way as the other",) if found.is_tied else ()
     )
@@ -80,7 +87,8 @@ def diagnose_mismatch(known: HangEvidence) -> Diagnosis | None:
     diagnosis = known.diagnosis(culprits, set(odd), main, lines, missing, "desync")
     victims = sorted({*diagnosis.victims, *found.calls} - set(odd))
     names = "/".join(Op(op).name for op in sorted({call.op for call in found.calls.values()}))
-    stuck = f" stuck {main.stuck_s:.0f} s" if main is not None and " stuck " in diagnosis.summary else ""
+    stands = main is not None and main.stuck_s >= 1 and " stuck " in diagnosis.summary
+    stuck = f" stuck {main.stuck_s:.0f} s" if main is not None and stands else ""
     summary = f"group {shown_name(found.group)} {names} seq {found.seq}: {_DIFFER[found.aspect]}{stuck}"
     return replace(diagnosis, victims=tuple(victims), summary=summary)
 
@@ -144,7 +152,14 @@ def _has_fallen(state: RankState, call: Call) -> bool:
     return call.failed or (call.is_open and not state.alive)
 
 
-def _uses_two_threads(state: RankState, group: str) -> bool:
+def _threads(state: RankState, group: str) -> set[int]:
+    """The threads from which the rank has made its last calls of the group."""
+    inside = [one.thread for one in (*state.in_flight, *state.failed) if one.group == group and one.peer < 0]
+    left = [one.thread for stream in state.streams if stream.group == group for one in stream.ended]
+    return {thread for thread in (*inside, *left) if thread}
+
+
+def _waits_twice(state: RankState, group: str) -> bool:
     """Whether two threads of the rank are in operations of the group at once, and wait."""
     inside = [one for one in state.in_flight if one.group == group and one.peer < 0]
     threads = {one.thread for one in inside if one.thread}

@@ -105,7 +105,7 @@ class Run:
         completed: dict[str, int] = defaultdict(int)
         for at, (made, seq) in enumerate(rank.begun):
             content = {"bytes": made.bytes, "element": made.element, "reduction": made.reduction}
-            usual = precedents(history, at)
+            usual = precedents(history, at) if at >= len(history) - 16 else -1
             if self.is_complete((made, seq)):
                 completed[made.group] += 1
                 ended[made.group].append(OpEnded(seq, made.op, **content, site=made.site, usual=usual))

@@ -79,4 +79,5 @@ def _ended(call: Any, habit: int, sites: Sequence[str]) -> OpEnded:
         site=sites[site][-_SITE_CHARACTERS:] if site < len(sites) else "",
         usual=habit,
         failed=(flags & _FAILED) != 0,
+        thread=int(call["thread"]),
     )
