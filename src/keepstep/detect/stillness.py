@@ -26,11 +26,12 @@ class Activity:
     state: str  # of the training thread, as in ``/proc/PID/stat``
     thread_cpu_s: float
     thread_switches: int  # context switches
-    cpu_s: float  # CPU time of all its threads, and time in which they were ready to run
+    cpu_s: float  # CPU time of all its threads
     children: frozenset[int] = frozenset()  # process ids of all descendants
     children_cpu_s: float = 0.0
     moved_bytes: int = 0  # read, written, sent and received, by it and its descendants
     place: str = ""  # where the kernel keeps the training thread waiting
+    queued_s: float = 0.0  # time in which its threads were ready to run and waited for a CPU
     stack: str = ""  # Python frames of the training thread, innermost first; "" where they were not read
 
 
@@ -79,9 +80,10 @@ class StillnessJudge:
         seconds = max(now.at_s - last.at_s, 1e-3)
         if moved := _moved(last, now, seconds):
             return "moves", moved
-        share = (now.cpu_s - last.cpu_s) / seconds
-        if share > _IDLE_CPU:
-            return ("spins", "it computes") if share >= _SPINS_CPU else ("moves", "it computes now and then")
+        ran_s = now.cpu_s - last.cpu_s
+        if ran_s > _IDLE_CPU * seconds:
+            spins = ran_s + now.queued_s - last.queued_s >= _SPINS_CPU * seconds
+            return ("spins", "it computes") if spins else ("moves", "it computes now and then")
         if _ran(last, now):
             known, self._stack = self._stack, now.stack
             if now.thread_switches - last.thread_switches > 1 + _IDLE_SWITCHES * seconds:

@@ -40,6 +40,8 @@ def test_who_does_nothing_is_still_from_the_first_look() -> None:
         ({"moved_bytes": 6000}, "moves"),
         ({"cpu_s": 5.2}, "moves"),
         ({"cpu_s": 7.4}, "spins"),
+        ({"cpu_s": 5.2, "queued_s": 1.5}, "spins"),  # many processes share the CPU
+        ({"cpu_s": 5.05, "queued_s": 2.0}, "still"),  # Gloo's loop, which waits for a CPU each time
         ({"thread_switches": 130}, "moves"),
         ({"thread_switches": 101}, "moves"),  # its frames could not be read
         ({"thread_cpu_s": 1.001, "stack": "step (train.py:3)"}, "moves"),  # where it was before is not known

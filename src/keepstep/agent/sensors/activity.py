@@ -138,14 +138,15 @@ def _activity(one: Suspect, family: list[int], carried: Mapping[int, int]) -> Ac
     folder = PROC / str(one.process.pid)
     threads = [path for thread in one.threads if (path := folder / "task" / str(thread)).exists()]
     states = [(path / "stat").read_text().rpartition(")")[2].split()[0] for path in threads]
-    all_s = sum(sum(_times_s(path)) for path in (folder / "task").iterdir())
+    times_s = [_times_s(path) for path in (folder / "task").iterdir()]
     sockets = {inode for member in family for inode in socket_inodes(member).values()}
     activity = Activity(
         at_s=time.monotonic(),
         state=next((state for state in states if state in "TtD"), states[0]),
         thread_cpu_s=sum(_times_s(path)[0] for path in threads),
         thread_switches=sum(map(_switches, threads)),
-        cpu_s=all_s,
+        cpu_s=sum(ran_s for ran_s, _ in times_s),
+        queued_s=sum(queued_s for _, queued_s in times_s),
         children=frozenset(family[1:]),
         children_cpu_s=sum(map(_cpu_s, family[1:])),
         moved_bytes=sum(carried.get(inode, 0) for inode in sockets) + sum(map(_file_bytes, family)),
