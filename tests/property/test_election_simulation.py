@@ -201,4 +201,4 @@ def test_no_guard_against_a_leader_that_loses_its_own_launcher_is_idle(
     mutation: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch.setattr)
-    assert any(fails(World(seed, FAULTS | {"deafen"})) for seed in range(600))
+    assert any(fails(World(seed, FAULTS | {"deafen"})) for seed in range(800))

@@ -27,10 +27,9 @@ def places(group: Any) -> list[Place]:
     found: list[Place] = []
     known: list[Any] = list(sys.modules.values())
     for module in known:
-        if isinstance(module, ModuleType):
-            names: dict[str, Any] = ModuleType.__getattribute__(
-                module, "__dict__"
-            )  # does not load a lazy module
+        # What calls itself a module may be none (cffi's libraries); asked like this, a lazy module is not loaded.
+        if issubclass(type(module), ModuleType):
+            names: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
             held = [name for name, value in list(names.items()) if value is group]
             found += [partial(names.__setitem__, name) for name in held]
     for one in gc.get_objects():
