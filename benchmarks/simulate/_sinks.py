@@ -185,6 +185,7 @@ class StageEnd:
     phase: NDArray[np.int64]  # open, -1 for none
     phase_since: Floats
     phase_ended: Floats
+    last_ended: NDArray[np.int64]  # the phase that ended then; -1 for none
     steps_done: NDArray[np.int64]
     newest: Floats  # start or end
     records: NDArray[np.int64]  # starts and ends
@@ -197,7 +198,7 @@ class Progress:
         self._shape = shape
         self.stages = [
             StageEnd(
-                {}, np.full(shape, -1), np.full(shape, -np.inf), np.full(shape, -np.inf),
+                {}, np.full(shape, -1), np.full(shape, -np.inf), np.full(shape, -np.inf), np.full(shape, -1),
                 np.zeros(shape, np.int64), np.full(shape, -np.inf), np.zeros(shape, np.int64),
             )
             for _ in range(stages)
@@ -229,6 +230,7 @@ class Progress:
         inside = began & ~ended & (start >= here.phase_since)
         here.phase[inside] = int(phase)
         here.phase_since[inside] = start[inside]
+        here.last_ended[ended & (end >= here.phase_ended)] = int(phase)
         here.phase_ended[ended] = np.maximum(here.phase_ended, end)[ended]
         if phase is Phase.OPTIMIZER:
             here.steps_done += ended

@@ -49,6 +49,10 @@ from keepstep.core.summary import (
 from keepstep.ring import RECORD
 
 Floats = NDArray[np.float64]
+_OUTSIDE = {  # where a rank is between phases, by the one that ended last
+    int(Phase.OPTIMIZER): Phase.AFTER_STEP,
+    int(Phase.BACKWARD): Phase.AFTER_BACKWARD,
+}
 MOST_RANKS = 131_072
 _MOST_LOGGED = 1024
 _BEGIN_S = 1000.0  # true time of the first step; node clocks differ
@@ -415,6 +419,8 @@ class Run:
         newest, since, ended = last(here.newest), last(here.phase_since), last(here.phase_ended)
         which = np.where(reached, origins + here.phase_since, -np.inf).argmax(axis=0)
         phase = np.take_along_axis(here.phase, which[None], axis=0)[0]
+        which = np.where(reached, origins + here.phase_ended, -np.inf).argmax(axis=0)
+        outside = np.take_along_axis(here.last_ended, which[None], axis=0)[0]
         done, records = total(here.steps_done), total(here.records)
         streams = self._in_order(here.streams)
         tables = {
@@ -457,7 +463,7 @@ class Run:
                 rank,
                 rank not in dead,
                 int(done[at]) - 1,
-                int(phase[at]) if is_open else int(Phase.FORWARD),
+                int(phase[at]) if is_open else int(_OUTSIDE.get(int(outside[at]), Phase.FORWARD)),
                 seen(open_since if is_open else float(ended[at])),
                 int(records[at]),
                 seen(float(newest[at])),
