@@ -52,7 +52,8 @@ def _on_one_line(code: CodeType) -> bytes:
     if sys.version_info < (3, 11):  # pairs: bytes of code, and by how many lines they are further on
         spans = [min(254, size - begin) for begin in range(0, size, 254)]
         return bytes(number for span in spans for number in (span, 0))
-    units = size // 2  # an entry has a byte with a form (13: no columns) and up to 8 units, and a byte for the lines
+    # An entry has a byte with a form (13: no columns) and up to 8 units, and a byte for the lines.
+    units = size // 2
     spans = [min(8, units - begin) for begin in range(0, units, 8)]
     return bytes(number for span in spans for number in (0x80 | 13 << 3 | (span - 1), 0))
 
