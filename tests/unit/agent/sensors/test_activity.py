@@ -49,8 +49,8 @@ wait_for_batch(queue.Queue())
 @contextmanager
 def running(script: str) -> Iterator[ProcessId]:
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         process.stdout.readline()
         found = identify(process.pid)
         assert found is not None
