@@ -75,11 +75,10 @@ def test_a_rank_that_leaves_early_twice_ends_the_job_with_that_reason(tmp_path: 
 
 
 def test_two_ranks_that_are_killed_at_once_are_both_in_the_incident(tmp_path: Path) -> None:
-    """It may be before the launcher has met its controller."""
     pytest.importorskip("torch")
     mark = f"{str(tmp_path / 'killed')!r} + str(rank)"
     die = f"open({mark}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
-    fault = f"if rank > 0 and step == 9 and not os.path.exists({mark}): {die}"
+    fault = f"if rank > 0 and step == 150 and not os.path.exists({mark}): {die}"
     code, said, incidents = run(tmp_path, fault, "--max-restarts", "1", "--standbys", "0")
     assert code == 0, said
     (crash,) = incidents

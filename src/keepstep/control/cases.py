@@ -81,6 +81,7 @@ class Cases:
             self._decide(question, now_s)
         for case in self._open.all():
             case.tick(now_s)
+        self._close_recovered(now_s)
         self._tick_remedy(now_s)
         self.desk.validations.tick(peers, now_s)
         self._open.sweep()
@@ -237,6 +238,14 @@ class Cases:
         if self._open.crash is not None and 0 <= self._open.crash.incarnation < recovery.incarnation:
             self._open.crash.restarted(recovery, now_s)
             self._open.sweep()
+
+    def _close_recovered(self, now_s: float) -> None:
+        """Close a crash that was heard of only after the recovery from it."""
+        crash, recovery = self._open.crash, self.recovery
+        if crash is None or crash.closed or crash.incident is None or recovery is None:
+            return
+        if 0 <= crash.incarnation < recovery.incarnation:
+            crash.restarted(recovery, now_s)
 
     def _death_in(self, incarnation: int, now_s: float) -> CrashCase:
         """The case of a crash in this incarnation; a crash in an earlier one is over."""

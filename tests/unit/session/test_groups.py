@@ -59,6 +59,13 @@ def test_threads_that_wait_for_work_are_quiet() -> None:
     assert groups._sleep(callers)
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have loaded libraries, or stand-ins for them."""
+    for name in groups._REFUSED:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
 def test_a_training_that_may_stay_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compiling = sys.modules.get("torch._dynamo.convert_frame")
     if compiling is not None:  # in another test

@@ -103,6 +103,7 @@ def tempered(
         works = stillness is not None and stillness.how == "moves"
         if stillness is not None and works:
             lines.append(f"rank {state.rank} works: {stillness.why}; it may go on by itself")
+            culprit = replace(culprit, cause=culprit.cause.replace("asleep", "at work", 1))
         culprits.append(replace(culprit, confidence="low" if works else "medium"))
     return replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *lines[:3]))
 

@@ -29,6 +29,7 @@ _STDERR_TAIL_BYTES = 16384
 _STDERR_LINES = 20
 _LAST_WORDS_BYTES = 65536
 _LAST_WORDS_LINES = 200
+_STANDBY = str(Path(__file__).with_name("standby.py"))
 _SAME_MOMENT_S = 0.5
 _SHOWN_S = 0.05  # shortest time that is told in tenths of a second
 
@@ -127,7 +128,9 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _last_words(path: Path) -> str:
-    return "\n".join(_lines(_end_of(path, _LAST_WORDS_BYTES))[:_LAST_WORDS_LINES])
+    """What is in the file, without the frames of a standby below those of the script."""
+    lines = [line for line in _lines(_end_of(path, _LAST_WORDS_BYTES)) if _STANDBY not in line]
+    return "\n".join(lines[:_LAST_WORDS_LINES])
 
 
 def _lines(text: str) -> list[str]:

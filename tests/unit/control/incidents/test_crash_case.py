@@ -257,6 +257,16 @@ def test_the_end_of_a_rank_that_keepstep_ended_belongs_to_the_hang() -> None:
     assert blamed(job.only) == [(1, "never entered")]
 
 
+def test_a_crash_that_is_heard_of_after_the_recovery_is_over() -> None:
+    """Else it would stay open, and no hang would be looked for meanwhile."""
+    job = Job(restarts=2)
+    recovery = Recovery(1, 1, "was killed", 3.2, (("ended", 3.2),), 0, 4)
+    job.say(0, Recovered(0, recovery))
+    job.dies(1, code=137)
+    job.wait(6.0)
+    assert (job.only.kind, job.only.status, job.only.recovery) == ("crash", "relieved", recovery)
+
+
 def test_deaths_that_end_a_hang_are_restored_with_it() -> None:
     job = Job()
     job.hangs()

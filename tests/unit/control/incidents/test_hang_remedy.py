@@ -220,10 +220,11 @@ def test_of_several_the_last_one_counts() -> None:
 def test_nobody_is_blamed_with_more_confidence_than_there_is_proof(
     state: RankState, confidence: Confidence, words: str
 ) -> None:
-    told = Diagnosis("hang", (Culprit(2, confidence="high"),), evidence=("seen",))
+    told = Diagnosis("hang", (Culprit(2, confidence="high", cause="asleep in data"),), evidence=("seen",))
     finding = Finding("hang", 2, "node-0", 0.0, 7, limit_s=LIMIT_S)
     found = tempered(told, {2: state}, lambda _: finding, PATIENCE)
     assert [one.confidence for one in found.culprits] == [confidence]
+    assert found.culprits[0].cause == ("at work in data" if confidence == "low" else "asleep in data")
     assert found.evidence == (("seen", words) if words else ("seen",))
     link = replace(told, culprits=(Culprit(link=_LINK, confidence="high"),))
     assert tempered(link, {2: state}, lambda _: finding, PATIENCE) == link
