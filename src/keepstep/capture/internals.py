@@ -101,7 +101,7 @@ def backends_of(group: Any) -> dict[str, str]:
 
 def timeout_of(group: Any) -> float:
     """The shortest time in seconds after which a collective of a process group fails; 0 where torch does not tell."""
-    with suppress(Exception):
+    with suppress(AttributeError, RuntimeError, TypeError, ValueError):
         backends = [group._get_backend(device) for device in group._device_types]
         return min(float(one.options._timeout.total_seconds()) for one in backends)
     return 0.0

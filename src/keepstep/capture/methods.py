@@ -48,8 +48,8 @@ class Method:
             if bits and self.reduces:
                 number = hash(getattr(args[-1], "reduceOp", None))  # torch's number, in the cheapest way
                 bits |= _REDUCTION_BITS[number] if 0 <= number < len(_REDUCTION_BITS) else 0
-        except Exception:
-            return 0
+        except (AttributeError, IndexError, KeyError, TypeError, RuntimeError):
+            return 0  # arguments that torch is about to refuse, or that a later version gives in another form
         return bits
 
 

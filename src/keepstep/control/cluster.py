@@ -66,7 +66,7 @@ class Cluster:
         self.refused_groups = 0
         self.overdue_nodes = 0  # nodes whose ranks all wait for others, longer than usual
         self.left: dict[int, Finding] = {}  # ranks that ended with exit code 0, of one incarnation
-        self._left_in = -1  # that incarnation
+        self._left_in = -1  # the incarnation of the ranks in ``left``
         self._members = 0
         self._home: dict[int, Node] = {}
 

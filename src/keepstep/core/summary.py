@@ -192,7 +192,7 @@ class RankState:
     stillness: Stillness | None = None  # None: it has made progress lately, or waits for others
     timeout_s: float = 0.0  # shortest timeout of a collective among its groups; 0: not known
     failed: tuple[OpInFlight, ...] = ()  # operations that ended with an error; none ended well after them
-    incarnation: int = -1  # of its process; -1: not known
+    incarnation: int = -1  # incarnation of the rank's process; -1: not known
     left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack
 
 

@@ -23,7 +23,7 @@ class Activity:
     """
 
     at_s: float
-    state: str  # of the training thread, as in ``/proc/PID/stat``
+    state: str  # state of the training thread, as in ``/proc/PID/stat``
     thread_cpu_s: float
     thread_switches: int  # context switches
     cpu_s: float  # CPU time of all its threads

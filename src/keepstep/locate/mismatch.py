@@ -57,7 +57,7 @@ def diagnose_mismatch(known: HangEvidence) -> Diagnosis | None:
         return None
     odd, sure, told = _odd(found)
     if found.is_tied and not told and len(odd) > FEW:
-        odd = []  # so many ranks against as many: to name them all tells nothing
+        odd = []  # to name half of many ranks tells nothing
     # On a GPU all ranks call from two threads, their own and autograd's, one after the other.
     usual = max(len(_threads(known.states[rank], found.group)) for rank in found.classes[0])
     twice = [

@@ -13,7 +13,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from keepstep.core.last_words import drop_empty, last_words
+from keepstep.core.abort_file import drop_empty, last_words
+from keepstep.core.errors import KeepstepError
 from keepstep.core.own_folders import open_file
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -25,11 +26,13 @@ def install() -> None:
     if not error_file or multiprocessing.parent_process() is not None:
         return
     path = last_words(error_file, os.getpid())
-    with suppress(Exception):
+    with suppress(ImportError, OSError):  # without it C++ says on stderr only why it aborts
         from keepstep.worker import _last_words  # pyright: ignore[reportMissingModuleSource]
 
         _last_words.install(str(path))
-    with suppress(Exception):
+    with suppress(
+        KeepstepError, OSError, ValueError, StopIteration
+    ):  # no folder for it, or /proc is not there
         if not (faulthandler.is_enabled() or _somebody_handles_fatal_signals()):
             _leave_stack(path, error_file)
 

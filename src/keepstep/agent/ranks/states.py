@@ -11,7 +11,7 @@ import numpy as np
 
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.last_calls import LastCalls
-from keepstep.agent.ranks.loops import left_loop
+from keepstep.agent.ranks.left_loop import left_loop
 from keepstep.agent.ranks.track import USUAL, RankTrack
 from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import Kind, element_of, reduction_of

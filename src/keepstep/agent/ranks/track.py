@@ -145,7 +145,8 @@ class RankTrack:
             return None
         moved = self.progress != self._progress_then
         if moved or now_ns >= self._next_search_ns:
-            gave_up = self.failed is not None and self.waiting  # it waited until then
+            # A rank that winds up after its operation failed has waited for others until then.
+            gave_up = self.failed is not None and self.waiting
             self.waiting = not moved and in_flight is not None and (gave_up or blocked(in_flight()))
             self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()

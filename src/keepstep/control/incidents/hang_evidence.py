@@ -19,7 +19,7 @@ LOOKS_S = (1.0, 1.0, 2.5, 5.0)  # times between looks at blamed ranks; the last 
 _MOST = 4  # most ranks blamed at once: among more it is not sure who holds up whom
 _USUAL_S = 600.0  # patience with a rank of which nothing is known: any rank may pause for minutes
 _LEAST_S = 60.0  # below that a collective's timeout ends the job before keepstep would
-_BEFORE_TIMEOUT_S = 60.0  # so long before the first collective times out a process is ended
+_BEFORE_TIMEOUT_S = 60.0  # time from the end of a process to the first timeout of a collective
 _SPINS = 10.0  # a thread that computes may go on so many times as long as one that waits
 _NOT_ENDED: dict[How, str] = {  # why a process is not ended, by what it does
     "moves": "rank {rank} works: {why}",

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from keepstep.core.abort_file import drop_empty
 from keepstep.core.incident import Recovery
-from keepstep.core.last_words import drop_empty
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
 from keepstep.launch.local_run import LocalRun
@@ -24,7 +24,7 @@ _UNKILLABLE_S = 10.0
 _FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _LOOK_S = 0.05
 _LEAVING_S = 2.0  # most seconds from lost connections to the end of the worker that may have closed them
-_ENDING_S = 10.0  # the same for one that says that it ends: its program is over, and the machine may be busy
+_ENDING_S = 10.0  # most seconds to the end of a worker that says that its program is over
 
 
 class Workers:

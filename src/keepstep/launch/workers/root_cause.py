@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from keepstep.core.abort_file import last_words
 from keepstep.core.budgets import LEFT_EARLY
 from keepstep.core.finding import Finding
-from keepstep.core.last_words import last_words
 from keepstep.core.lost_connection import tells_of_a_timeout, tells_of_another
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan

@@ -3,8 +3,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from keepstep.core.abort_file import last_words
 from keepstep.core.budgets import LEFT_EARLY
-from keepstep.core.last_words import last_words
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.root_cause import Failure, first, hand_up, render, seem_left, to_blame

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agent.ranks.loops import left_loop
+from keepstep.agent.ranks.left_loop import left_loop
 
 SCRIPT = """\
 import torch
