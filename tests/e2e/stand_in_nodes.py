@@ -2,8 +2,8 @@
 
     python stand_in_nodes.py HOST:PORT SECRET_FILE RUN_ID NODES
 
-Prints how many connections there are once all are, then again at the end of standard input, and how often one had to
-be made again. Agents send a heartbeat a second.
+Prints how many connections there are once all are and have stayed for a second, then again at the end of standard
+input, and how often one had to be made again. Agents send a heartbeat a second.
 """
 
 from __future__ import annotations
@@ -39,14 +39,24 @@ class Nodes:
     def connected(self) -> int:
         return sum(client.connected for client in self.clients)
 
+    @property
+    def again(self) -> int:
+        return sum(client.counters.connections - 1 for client in self.clients)
+
     async def join(self) -> None:
-        """Until all are connected and have a place."""
+        """Until all are connected and have a place, and the controller has closed none of them for a second.
+
+        A client that has sent its proof counts as connected, although the controller may close it before it reads the
+        proof: then it was the oldest of too many.
+        """
         for node in range(self._count):
             self._begin(node)
             while len(self.clients) - self.connected > _AT_ONCE:
                 await asyncio.sleep(0.01)
-        while self.connected < 2 * self._count or self.placed < self._count:
-            await asyncio.sleep(0.01)
+        made = -1
+        while self.connected < 2 * self._count or self.placed < self._count or self.again != made:
+            made = self.again
+            await asyncio.sleep(1)
 
     async def beat(self) -> None:
         """For ever."""
@@ -87,10 +97,9 @@ async def main(words: list[str]) -> None:
 
 
 def tell(nodes: Nodes, began_s: float) -> None:
-    again = sum(client.counters.connections - 1 for client in nodes.clients)
     told = {
         "connected": nodes.connected,
-        "again": again,
+        "again": nodes.again,
         "beats": nodes.beats,
         "seconds": round(time.monotonic() - began_s, 2),
     }

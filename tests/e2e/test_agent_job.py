@@ -20,7 +20,7 @@ from keepstep import wire
 from keepstep.core.events import Op, Phase
 from keepstep.ring import RingReader
 
-pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
+pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 T = TypeVar("T")
 
@@ -137,6 +137,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.quiet
 def test_a_slow_rank_is_found_and_its_profile_shows_who(
     start: Callable[..., Job], controller: Controller, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_slow_rank_is_found_and_its_profile_shows_who(
     ]
 
 
+@pytest.mark.quiet
 def test_a_hang_is_found_and_its_states_show_who_never_entered(
     start: Callable[..., Job], controller: Controller, tmp_path: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_hang_is_found_and_its_states_show_who_never_entered(
     assert RingReader(saved).header.rank == 1
 
 
+@pytest.mark.quiet
 def test_an_agent_that_was_killed_is_followed_by_one_that_goes_on(
     start: Callable[..., Job], controller: Controller, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ def test_600_nodes_beside_1500_silent_connections_of_another_program(
     nodes.stdin.close()
     told = line(nodes)
     assert told["connected"] == joined["connected"] == 2 * NODES
-    assert told["again"] == 0
+    assert told["again"] == joined["again"]  # none that was there was closed
     status = json.loads((tmp_path / "status.json").read_text())
     assert [(one["agent"], one["launcher"]) for one in status["nodes"]] == [("ok", "ok")] * NODES
     assert all(one["heard_s_ago"] < 3 for one in status["nodes"])

@@ -37,7 +37,7 @@ def test_every_layout_computes_the_same_training() -> None:
     assert alone[-1] < 5.5
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long), "interleaved"])
 def test_pipelines_learn_evaluate_and_save(schedule: str, tmp_path: Path) -> None:
     times = tmp_path / "times-{rank}.jsonl"
     extra = ("--eval-every", "10", "--checkpoint-every", "10", "--checkpoint-dir", str(tmp_path / "saved"))

@@ -128,7 +128,9 @@ def frozen_transport(host: Host) -> Iterator[None]:
     yield  # they go on when this process ends, or end with their own
 
 
-@pytest.mark.parametrize("job", [JOB, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize(
+    "job", [pytest.param(JOB, id="large", marks=pytest.mark.long), pytest.param(SMALL, id="small")]
+)
 def test_a_cut_path_is_named(bed: Testbed, tmp_path: Path, job: str) -> None:
     """In small operations back to back some ranks are often through that in which the last ones wait."""
     start(bed, tmp_path, job)

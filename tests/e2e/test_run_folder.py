@@ -50,7 +50,7 @@ def test_a_folder_that_another_user_made_for_us_is_refused(tmp_path: Path, flags
     assert victim.read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("log", ["controller.log", "nodes/0/agent.log"])
+@pytest.mark.parametrize("log", [pytest.param("controller.log", marks=pytest.mark.long), "nodes/0/agent.log"])
 def test_no_link_in_the_run_folder_is_followed(tmp_path: Path, log: str) -> None:
     """The folder itself lies behind a link of the user's own, whose umask is 002. The job trains on unwatched."""
     victim, scratch = tmp_path / "bashrc", tmp_path / "scratch"

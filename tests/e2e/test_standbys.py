@@ -244,7 +244,7 @@ VARIES |= {"KEEPSTEP_RING", "KEEPSTEP_ORDERS", "KEEPSTEP_LINKS", "KEEPSTEP_CACHE
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_script_sees_what_a_fresh_process_shows_it(run: Run, as_module: bool) -> None:
     package = run.folder / "package"
     package.mkdir()
@@ -286,7 +286,14 @@ FAILS = """
 
 @pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize(
-    ("ending", "code"), [("raise", 1), ("exit", 7), ("say", 1), ("interrupt", 130), ("abort", 134)]
+    ("ending", "code"),
+    [
+        ("raise", 1),
+        pytest.param("exit", 7, marks=pytest.mark.long),
+        pytest.param("say", 1, marks=pytest.mark.long),
+        ("interrupt", 130),
+        ("abort", 134),
+    ],
 )
 def test_a_standby_ends_as_a_fresh_process(run: Run, ending: str, code: int) -> None:
     script = run.folder / "job.py"

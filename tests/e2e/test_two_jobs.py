@@ -40,7 +40,7 @@ def controllers(nodes: Nodes) -> list[int]:
     return nodes.program("keepstep.control")
 
 
-@pytest.mark.parametrize("stranger_first", [False, True])
+@pytest.mark.parametrize("stranger_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_jobs_at_one_endpoint_never_become_one_world(
     nodes: Nodes, start: Start, stranger_first: bool
 ) -> None:

@@ -25,7 +25,7 @@ TRAIN = ROOT / "examples" / "gpt" / "train.py"
 SHAPE = ("--dp", "2", "--pp", "2", "--layers", "2", "--microbatches", "2", "--batch", "4")
 EMULATED = ("--emulate-compute-ms", "20")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.quiet]
+pytestmark = pytest.mark.e2e
 
 PATIENCE_S = 200
 STEPS = 80  # enough for a command that takes long to start
@@ -132,10 +132,13 @@ def test_a_validation_in_between_changes_no_bit(
     assert all(one["devices"] for one in outcome["figures"])
     links = {(link["source"], link["target"]) for one in outcome["figures"] for link in one["links"]}
     assert {(0, 1), (1, 2), (2, 3), (3, 0)} <= links
-    assert not re.search(r"SLOW|HANG|CRASH", err)
-    assert run.incidents() == []
+    assert not re.search(r"HANG|DESYNC|CRASH", err)
+    assert {one["kind"] for one in run.incidents()} <= {"slow"}  # as other tests make the machine
     lines = (run.folder / "nodes/0/iterations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
+    ended = run.validate()
+    assert ended.returncode == 2
+    assert "only a running job can be validated" in ended.stderr
 
 
 def custom_test(folder: Path, body: str) -> dict[str, str]:
@@ -153,12 +156,18 @@ def custom_test(folder: Path, body: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "module", ["keepstep.control", pytest.param("keepstep.agent", marks=pytest.mark.long)]
 )
-def test_when_who_holds_it_dies_the_hold_ends_and_the_training_is_unharmed(
+def test_a_slow_device_is_told_and_when_who_holds_the_job_dies_the_training_is_unharmed(
     start: Callable[..., Run], expected: dict[int, list[float | None]], tmp_path: Path, module: str
 ) -> None:
-    body = f"pathlib.Path({str(tmp_path)!r}, f'testing-{{rank}}').touch()\ntime.sleep(2)\nreturn 1.0\n"
+    waits = tmp_path / "waits"
+    mark = f"pathlib.Path({str(tmp_path)!r}, f'testing-{{rank}}').touch()"
+    body = f"if os.path.exists({str(waits)!r}): {mark}; time.sleep(2)\nreturn 1.0 if rank == 2 else 2.0\n"
     run = start(STEPS, environ=custom_test(tmp_path, body))
     until(lambda: run.steps() > 12)
+    answer = run.validate()
+    assert answer.returncode == 1, answer.stderr
+    assert re.search(r"^2 .* extra .* slow$", answer.stdout, re.MULTILINE), answer.stdout
+    waits.touch()
     command = [sys.executable, "-m", "keepstep.cli", "validate", str(run.folder)]
     asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -174,18 +183,7 @@ def test_when_who_holds_it_dies_the_hold_ends_and_the_training_is_unharmed(
     assert not re.search(r"HANG|CRASH", err)
 
 
-def test_an_operator_is_told_which_device_is_slow(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start(STEPS, environ=custom_test(tmp_path, "return 1.0 if rank == 2 else 2.0"))
-    until(lambda: run.steps() > 12)
-    answer = run.validate()
-    assert answer.returncode == 1, answer.stderr
-    assert re.search(r"^2 .* extra .* slow$", answer.stdout, re.MULTILINE), answer.stdout
-    run.finish()
-    ended = run.validate()
-    assert ended.returncode == 2
-    assert "only a running job can be validated" in ended.stderr
-
-
+@pytest.mark.quiet
 @pytest.mark.long
 def test_a_slowdown_that_profiles_do_not_explain_is_validated_by_itself(
     start: Callable[..., Run], tmp_path: Path
@@ -200,6 +198,7 @@ def test_a_slowdown_that_profiles_do_not_explain_is_validated_by_itself(
     assert incident["evidence"][0].startswith("validation (")
 
 
+@pytest.mark.quiet
 @pytest.mark.long
 @pytest.mark.root
 def test_a_slow_link_between_hosts_is_named(tmp_path: Path) -> None:

@@ -196,7 +196,9 @@ def test_a_lease_is_let_to_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(fails(World(seed, FAULTS)) for seed in range(150))
 
 
-@pytest.mark.parametrize("mutation", [keeps_what_it_cannot_use, uses_a_number_again])
+@pytest.mark.parametrize(
+    "mutation", [keeps_what_it_cannot_use, pytest.param(uses_a_number_again, marks=pytest.mark.long)]
+)
 def test_no_guard_against_a_leader_that_loses_its_own_launcher_is_idle(
     mutation: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

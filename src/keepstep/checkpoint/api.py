@@ -140,7 +140,17 @@ def _snapshots(*, collective: bool = True) -> Snapshots | None:
     try:
         if _no_cache or not address:
             raise CheckpointError(_no_cache[0] if _no_cache else why or "")
-        _open.append(Snapshots(address, worker, _gather, storing=_storing(), elsewhere=elsewhere, left=_left))
+        _open.append(
+            Snapshots(
+                address,
+                worker,
+                _gather,
+                storing=_storing(),
+                elsewhere=elsewhere,
+                left=_left,
+                collectives=_collectives,
+            )
+        )
     except CheckpointError as error:
         _no_cache[:] = [str(error)]
         if collective:
@@ -171,6 +181,17 @@ def _storing() -> Storing | None:
         return None
     failures_per_day = float(os.environ.get("KEEPSTEP_FAILURES_PER_DAY", 1.0))
     return Storing(where, None if every == "auto" else int(every), failures_per_day)
+
+
+def _collectives() -> int | None:
+    """How many collectives of the default group this rank has begun; None without one that counts them."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return None
+    try:
+        return dist.group.WORLD._get_sequence_number_for_group()
+    except RuntimeError:
+        return None
 
 
 def _gather(row: list[int]) -> list[list[int]]:

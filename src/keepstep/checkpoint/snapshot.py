@@ -9,6 +9,7 @@ is there, and from then on other processes may read it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from keepstep.checkpoint.memory.pages import Trace
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_bytes
 from keepstep.checkpoint.optimizers import OptimizerWatch
+from keepstep.checkpoint.pace import PATIENCE_S, Pace
 from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restore.restoring import Restoring
 from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
@@ -39,7 +41,6 @@ from keepstep.core.ranges import fold_ranks
 Gather = Callable[[Row], Rows]
 """Exchanges rows of equal length: takes this rank's row, returns those of all ranks, by rank."""
 
-PATIENCE_S = 30.0
 _TURNS = 2  # slots that snapshots are taken into by turns
 _MOST_THREADS = 4  # threads that copy
 _ALONE_S = 120.0  # after which a step that not all ranks have waiting for storage is given up
@@ -89,6 +90,7 @@ class Snapshots:
         storing: Storing | None = None,
         elsewhere: bool = False,
         left: list[torch.UntypedStorage] | None = None,
+        collectives: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Opens the cache at ``address``; CheckpointError when there is none.
 
@@ -98,6 +100,7 @@ class Snapshots:
             storing: where and how often steps go to storage; None: never.
             elsewhere: whether the node's agent is asked for states that the cache lacks.
             left: memory that nobody uses any more; `load` may put it under what it brings back.
+            collectives: how many collectives of all ranks this rank has begun; None where nobody counts them.
         """
         self._worker, self._gather, self._process = worker, gather, os.getpid()
         count = slots or (_TURNS if storing is None else _TURNS + 1)
@@ -112,6 +115,9 @@ class Snapshots:
         self._alone: dict[Key, float] = {}  # since when a step waits for storage here, but not on all ranks
         self._begun = self._saved = False
         self._last: Key | None = None
+        self._pace = Pace(collectives)
+        self._missed: list[frozenset[Key]] = []  # what the ranks held when a slot was waited for in vain
+        self._not_saved = ""  # why the last step was not saved; "": it was
         self._flight: _Flight | None = None
         self._left, self._trace = [] if left is None else left, Trace(())
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
@@ -128,7 +134,9 @@ class Snapshots:
 
         The first call of an incarnation that has not restored is collective, and so are calls that may bring the step
         to storage. When no slot is free, because other ranks do not save or it is being read, the snapshot is left out
-        and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot.
+        and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot. Ranks that meet in
+        collectives between their saves are waited for once for each thing that is missing, and no longer than a step
+        where a rank has saved nothing at all.
 
         While an earlier step is on its way to storage, one that is due is left to a later save; ``persist``
         waits up to 30 s, then leaves the step out and says so.
@@ -138,6 +146,7 @@ class Snapshots:
         self.wait()
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
+        self._pace.note(begun_s)
         if not self._begun:
             self._settle(talk(begin(self._restoring(), self._worker.incarnation), self._gather))
         header, spans, text = self._flatten(state, step)
@@ -154,11 +163,7 @@ class Snapshots:
             self._make_first_room(nbytes, header.data_bytes)
         index = self._slot()
         if index is None:
-            after = f" after {PATIENCE_S:g} s" if self._worker.one_node else ""
-            self._say(
-                f"step {step} was not saved: no free slot{after}. "
-                "Another rank is behind, or the slot is being read. Do all ranks save the same steps?"
-            )
+            self._say_not_saved(step, time.monotonic() - begun_s)
             return
         if self._cache.slots[index].nbytes < nbytes:
             try:
@@ -169,7 +174,7 @@ class Snapshots:
         self._cache.slots[index].want(key if wanted else None)
         self._start(header, spans, text, index, key, overlap)
         self._unkept = None if wanted else self._unkept
-        self._last = key
+        self._last, self._not_saved = key, ""
         self._blocked_s += time.monotonic() - begun_s
 
     def wait(self) -> None:
@@ -318,12 +323,35 @@ class Snapshots:
             if digest and self._last and all(row[0] == digest for row in rows):
                 self._cache.say_alike(self._last)
             return self._cache.take(lambda: newest_common(map(keys_of, rows)))
-        deadline, world_size = time.monotonic() + PATIENCE_S, self._worker.world_size
+        board, begun_s = self._cache.board, time.monotonic()
         while True:
-            index = self._cache.take(lambda: newest_common(map(self._cache.board.held, range(world_size))))
-            if index is not None or time.monotonic() > deadline:
+            held = [frozenset(board.held(rank)) for rank in range(self._worker.world_size)]
+            index = self._cache.take(functools.partial(newest_common, held))
+            if index is not None:
                 return index
+            if time.monotonic() - begun_s >= self._pace.patience_s(held, self._missed):
+                self._missed = held
+                return None
             time.sleep(_POLL_S)
+
+    def _say_not_saved(self, step: int, waited_s: float) -> None:
+        """Say why there was no slot, once until there is one again or the reason is another."""
+        never = [rank for rank, keys in enumerate(self._missed) if not keys]
+        if never and self._pace.in_step:
+            who = f"{'rank' if len(never) == 1 else 'ranks'} {fold_ranks(never)}"
+            why = (
+                f"{who} never saved. A step counts once every rank has saved it: call save on all ranks, "
+                "not only on rank 0"
+            )
+        else:
+            after = f" after {PATIENCE_S:g} s" if waited_s >= PATIENCE_S else ""
+            why = (
+                f"no free slot{after}. Another rank is behind, or the slot is being read. "
+                "Do all ranks save the same steps?"
+            )
+        if why != self._not_saved:
+            self._say(f"step {step} was not saved: {why}")
+        self._not_saved = why
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
         worker = self._worker

@@ -11,6 +11,8 @@ INCIDENT_SCHEMA = 1
 IncidentKind = Literal["slow", "hang", "crash", "desync"]
 Confidence = Literal["high", "medium", "low"]
 
+LEFT_LOOP = "left the training loop"  # the cause of a culprit whose stack shows where it went
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from keepstep.core.events import Op, phase_place, phase_title
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Confidence, Culprit, Diagnosis
+from keepstep.core.incident import LEFT_LOOP, Confidence, Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.locate._calls import ranks_of
 from keepstep.locate._hang_desync import diagnose_alone, diagnose_circle, ranks_in_a_circle
@@ -32,7 +32,6 @@ from keepstep.locate._left import diagnose_left, left_well
 from keepstep.locate._waiting import Pending
 from keepstep.locate.mismatch import diagnose_mismatch
 
-LEFT_LOOP = "left the training loop"
 _PLACE = re.compile(r"(.+):(\d+) ")
 _LINES = re.compile(r"(.+):(\d+)-(\d+)$")
 

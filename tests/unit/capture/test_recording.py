@@ -302,7 +302,7 @@ def test_a_site_behind_a_library_is_the_users_line_and_names_the_library(
     assert writer.texts[found].endswith(
         "test_a_site_behind_a_library_is_the_users_line_and_names_the_library (called through lightning, fit)"
     )
-    monkeypatch.delitem(sys.modules, "pytorch_lightning")
+    del sys.modules["pytorch_lightning"]  # with monkeypatch it would be put back
 
 
 def test_a_folder_of_the_users_is_no_library_by_its_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from tests.unit.checkpoint.trainings import Ranks
 
-from keepstep.checkpoint import snapshot as module
+from keepstep.checkpoint import pace as module
 from keepstep.checkpoint.memory.slots import Key
+from keepstep.checkpoint.pace import Pace
 from keepstep.checkpoint.snapshot import Snapshots
 
 pytestmark = pytest.mark.usefixtures("copy_engine")
@@ -106,3 +108,22 @@ def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
 
     assert Ranks(2).run(served, save)[0] == [1, 2]
     assert "step 3 was not saved" in capsys.readouterr().err
+
+
+def test_a_rank_that_never_saves_is_named_once_and_hardly_waited_for(
+    served: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the full patience each of these saves would take half a minute."""
+    begun = itertools.count()
+
+    def save(rank: int, snapshots: Snapshots) -> list[int]:
+        snapshots._pace = Pace(lambda: next(begun))  # a collective before each save
+        snapshots.load({"w": 0})
+        for number in range(1, 40 if rank == 0 else 1):
+            snapshots.save({"w": 0}, number)
+        return sorted(key.step for key in snapshots._cache.held() if key)
+
+    assert Ranks(2).run(served, save)[0] == [1, 2]
+    said = [line for line in capsys.readouterr().err.splitlines() if "not saved" in line]
+    assert len(said) == 1, said
+    assert "step 3 was not saved: rank 1 never saved" in said[0]

@@ -218,7 +218,10 @@ def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
         by_offer.setdefault(tuple(sorted(keys)), []).append(rank)
     told = [
         f"ranks {fold_ranks(ranks)}: "
-        + (", ".join(f"step {k.step} of incarnation {k.incarnation}" for k in keys) or "nothing")
+        + (
+            ", ".join(f"step {k.step} of incarnation {k.incarnation}" for k in keys)
+            or "nothing (never saved, or lost)"
+        )
         for keys, ranks in list(by_offer.items())[:_MOST_TOLD]
     ]
     raise CheckpointError("no snapshot is whole on every rank (" + "; ".join(told) + ")")

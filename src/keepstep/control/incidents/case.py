@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.pauses import RankMoves
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Action, Diagnosis, Event, Incident, IncidentKind
+from keepstep.core.incident import LEFT_LOOP, Action, Culprit, Diagnosis, Event, Incident, IncidentKind
 from keepstep.core.summary import PeerTraffic
 from keepstep.report.wording import named
 
@@ -151,13 +151,21 @@ def is_traffic(one: PeerTraffic) -> bool:
 
 
 def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict", "sharper", ""]:
-    """What to print: the first verdict, and a later one only if it blames somebody else or with more confidence."""
+    """What to print: the first verdict, and a later one only if it blames somebody else, or knows more of them."""
     if old is None:
         return "verdict"
     return "" if same_culprits(old, diagnosis) else "sharper"
 
 
 def same_culprits(one: Incident, other: Diagnosis) -> bool:
-    """Whether both blame the same ranks and links with the same confidence."""
-    blamed = {(culprit.rank, culprit.link, culprit.confidence) for culprit in one.culprits}
-    return blamed == {(culprit.rank, culprit.link, culprit.confidence) for culprit in other.culprits}
+    """Whether both blame the same ranks and links, with the same confidence."""
+    return _confidences(one.culprits) == _confidences(other.culprits)
+
+
+def blamed(culprits: Iterable[Culprit]) -> frozenset[object]:
+    """The ranks and links that are blamed, and which of them are known to have left the training loop."""
+    return frozenset((one.rank, one.link, one.cause == LEFT_LOOP) for one in culprits)
+
+
+def _confidences(culprits: Iterable[Culprit]) -> set[object]:
+    return {(blamed([one]), one.confidence) for one in culprits}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.case import Case, Desk, is_traffic, unlocated
+from keepstep.control.incidents.case import Case, Desk, blamed, is_traffic, unlocated
 from keepstep.control.incidents.hang_evidence import tempered
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
@@ -20,7 +20,7 @@ from keepstep.wire.messages import States
 _AGAIN_S = 2.0  # between questions while the hang is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts without an acknowledgement for so long: stalled
 _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # between the first questions where all ranks wait
-_SHARPEN_S = (3.0, 10.0, 30.0)  # when to ask again after the verdict
+_SHARPEN_S = (1.0, 10.0, 30.0)  # when to ask again after the verdict
 _TRIES = 3  # questions after which a hang that a rank has reported counts as confirmed
 _LOOKS_AT_SILENT = 8  # questions before ranks are blamed that no agent has told anything about
 _PROOF_AGAIN_S = 5.0  # least time between looks for a proof
@@ -255,10 +255,10 @@ class HangCase(Case):
         return now_s + max(max(left) + 1.0, _PROOF_AGAIN_S) if left else math.inf
 
     def _is_news(self, diagnosis: Diagnosis) -> bool:
-        blamed = frozenset[object]((one.rank, one.link) for one in diagnosis.culprits)
         confidence = min((_CONFIDENCES.index(one.confidence) for one in diagnosis.culprits), default=0)
-        before = self._told.get(blamed, -1)
-        self._told[blamed] = max(before, confidence)
+        who = blamed(diagnosis.culprits)
+        before = self._told.get(who, -1)
+        self._told[who] = max(before, confidence)
         return confidence > before
 
     def _looked_at_silence(self) -> bool:

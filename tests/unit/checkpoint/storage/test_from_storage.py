@@ -127,7 +127,7 @@ def test_what_fails_for_a_while_is_read_again(served: Served, states: CachedStat
         store(tmp_path, Key(0, step), [sample_state(1), sample_state(2)])
     source = StorageSource(Flaky(tmp_path, 12), 2)
     assert source.keys(0) == {Key(0, 6), Key(0, 7)}
-    source = StorageSource(Flaky(tmp_path, 30), 2)
+    source = StorageSource(Flaky(tmp_path, 16), 2)
     bring(source, states, Key(0, 7), 1)
     assert same(loaded(served, 1), sample_state(2))
 
