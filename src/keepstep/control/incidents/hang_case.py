@@ -20,7 +20,7 @@ from keepstep.wire.messages import States
 _AGAIN_S = 2.0  # between questions while the hang is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts without an acknowledgement for so long: stalled
 _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # between the first questions where all ranks wait
-_SHARPEN_S = (1.0, 10.0, 30.0)  # when to ask again after the verdict
+_SHARPEN_S = (3.0, 10.0, 30.0)  # when to ask again after the verdict
 _TRIES = 3  # questions after which a hang that a rank has reported counts as confirmed
 _LOOKS_AT_SILENT = 8  # questions before ranks are blamed that no agent has told anything about
 _PROOF_AGAIN_S = 5.0  # least time between looks for a proof
