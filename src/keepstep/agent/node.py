@@ -331,7 +331,9 @@ class NodeAgent:
             ring.reader = HostRing(ring.path)
             self._log_steps()
             self._log.flush()
+        pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
+        ring.track.watch.hang.pauses.update(pauses)
         ring.process = identify(header.pid)
         ring.told.clear()
         ring.groups = 0

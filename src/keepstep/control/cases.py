@@ -303,7 +303,7 @@ class Cases:
             if crash is not None and crash.takes(question.number):
                 crash.states(question.number, question.answers)
             elif remedy is not None and remedy.question == question.number:
-                remedy.states(question.answers)
+                remedy.states(question.answers, now_s)
             elif case is not None and case.question == question.number and not case.closed:
                 case.states(question.answers, self._names(question.unanswered), now_s)
         else:

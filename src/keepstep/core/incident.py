@@ -48,8 +48,11 @@ class Diagnosis:
     summary: str = ""  # e.g. the operation that everybody waits in
     paths: tuple[tuple[str, str], ...] = ()  # pairs of nodes between which a probe would tell more
 
-    def doubted(self, missing: str, apart_from: Collection[int] = ()) -> Diagnosis:
-        """The diagnosis with nobody but the ranks ``apart_from`` blamed for sure, because evidence is ``missing``."""
+    def doubted(self, missing: str, apart_from: Collection[int | None] = ()) -> Diagnosis:
+        """The diagnosis with nobody but the ranks ``apart_from`` blamed for sure, because evidence is ``missing``.
+
+        None among them stands for links.
+        """
         if all(one.confidence == "low" or one.rank in apart_from for one in self.culprits):
             return self
         culprits = [c if c.rank in apart_from else replace(c, confidence="low") for c in self.culprits]

@@ -160,13 +160,15 @@ class Stillness:
     """Whether a process that makes no progress does anything else, and since when without a break.
 
     *still*: its training thread keeps to one place, and neither its threads nor its children do more than waiting
-    costs; *spins*: its threads compute, and nothing else moves; *stopped*: by a signal; *traced*: a debugger holds it;
-    *kernel*: it waits in the kernel, where no signal ends it; *moves*: it works on; *unread*: it cannot be read.
+    costs; *spins*: its training thread computes in one function, and nothing else moves; *stopped*: by a signal;
+    *traced*: a debugger holds it; *kernel*: it, or a child, waits in the kernel for a device or a file server, or in a
+    frozen control group; *moves*: it works on; *unread*: it cannot be read.
     """
 
     how: How
     since_s: float  # on the node's clock
     why: str = ""  # where the thread is, what moves, or what cannot be read
+    until_s: float = 0.0  # when it was looked at last
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class RankState:
     links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted
     stillness: Stillness | None = None  # None: it has made progress lately, or waits for others
     timeout_s: float = 0.0  # shortest timeout of a collective among its groups; 0: not known
+    pause_s: float = 0.0  # longest pause in this phase that it has ended by itself
     failed: tuple[OpInFlight, ...] = ()  # operations that ended with an error; none ended well after them
     incarnation: int = -1  # incarnation of the rank's process; -1: not known
     left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack

@@ -6,4 +6,4 @@ from keepstep.detect.changepoint import ChangeKind, ChangePoint, ChangePointDete
 from keepstep.detect.host_causes import host_cause
 from keepstep.detect.no_progress import HangDetector, NoProgress
 from keepstep.detect.period import find_period
-from keepstep.detect.stillness import Activity, StillnessJudge
+from keepstep.detect.stillness import Activity, StillnessJudge, is_served

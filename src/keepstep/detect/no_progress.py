@@ -47,10 +47,13 @@ class HangDetector:
 
     ``stuck`` is the report that still stands, None again as soon as the rank moves (relief). ``overdue_s`` is how
     long a rank that waits for others has stood still, once that is over what is usual for its phase, else 0. This
-    is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is.
+    is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is. ``pauses``
+    holds, by phase and for good, the longest standstill in seconds that the rank has ended by itself.
     """
 
     def __init__(self) -> None:
+        self.pauses: dict[Phase, float] = {}
+        self._waited = False  # whether it waited for others at the last look
         self._gaps: dict[Phase, _Gaps] = {}
         self._over_limit_once: dict[Phase, float] = {}
         self._progress: int | None = None
@@ -69,6 +72,10 @@ class HangDetector:
         if (phase == Phase.FORWARD or waiting) and self._gaps.get(phase, _NO_GAPS).pauses < _GAPS_NEEDED:
             return max(usual, _PAUSE_LIMIT_S)
         return usual
+
+    def longest_pause_s(self, phase: int) -> float:
+        """The longest standstill in a phase that the rank has ended by itself; 0: none was seen."""
+        return max((seconds for one, seconds in self.pauses.items() if one == phase), default=0.0)
 
     def _usual_s(self, phase: Phase) -> float:
         """The limit in a phase in which no unmarked pause can hide."""
@@ -126,10 +133,10 @@ class HangDetector:
                 since_s = min(now_s, max(now_s - _LOOK_S, moved_s if moved_s is not None else now_s))
             self._progress, self._since_s, self._phase, self.stuck = progress, since_s, phase, None
             self._seen_s = now_s
-            self._was_held = False
+            self._was_held = self._waited = False
             self.overdue_s = 0.0
             return None
-        self._phase = phase
+        self._phase, self._waited = phase, waiting
         stuck_s = now_s - self._seen_s
         stopped = min(stopped_s, stuck_s) > _FLOOR_S
         waited_s = now_s - self._since_s
@@ -145,6 +152,8 @@ class HangDetector:
 
     def _moved(self, gap_s: float) -> None:
         """Learn from a gap that progress has ended."""
+        if not self._waited and not (self.stuck is not None and self._stopped):
+            self.pauses[self._phase] = max(self.pauses.get(self._phase, 0.0), gap_s)
         if self.stuck is not None:
             if self._stopped:
                 return

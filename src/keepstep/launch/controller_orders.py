@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import TYPE_CHECKING
 
 from keepstep.core.log_lines import one_line
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 LONG_STILL_S = 60.0
 _USUAL_TIMES = 4
+_STALE_S = 10.0  # age of what was seen of a process, beyond which it is not ended for that
 
 
 class Orders:
@@ -50,6 +52,8 @@ class Orders:
     def _end_hung(self, kill: Kill) -> None:
         course, workers = self._course, self._parts.crew.workers
         assert course.place is not None
+        if time.monotonic() - kill.seen_s > _STALE_S:
+            return  # this launcher or the connection stood still: if the process still hangs, the order comes again
         if course.place.restarts >= self._run.job.max_restarts:
             if not self._no_restart_told:
                 self._no_restart_told = True

@@ -10,5 +10,5 @@ from keepstep.locate.hang import locate_hang
 from keepstep.locate.infer import declared_layout, infer_layout, layout_of
 from keepstep.locate.slow import locate_slow
 from keepstep.locate.slow_blocks import blocks_wanted, sharpen
-from keepstep.locate.waits import waits_recorded, waits_seen
+from keepstep.locate.waits import hidden_waits, waits_recorded, waits_seen
 from keepstep.locate.what_if import WhatIf, step_graphs, what_if

@@ -28,3 +28,13 @@ def waits_seen(evidence: Evidence) -> bool:
         if state.alive
         for flight in state.in_flight
     )
+
+
+def hidden_waits(evidence: Evidence) -> frozenset[int]:
+    """The ranks that may themselves wait for others unseen: they have begun operations whose ends are not recorded."""
+    unseen = {name for name, group in evidence.groups.items() if not group.records_waits}
+    return frozenset(
+        state.rank
+        for state in evidence.states
+        if unseen and any(stream.started > 0 and stream.group in unseen for stream in state.streams)
+    )

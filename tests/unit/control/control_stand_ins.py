@@ -144,6 +144,9 @@ class PlainLocators(Locators):
     def waits_seen(self, evidence: Evidence) -> bool:
         return True
 
+    def hidden_waits(self, evidence: Evidence) -> frozenset[int]:
+        return frozenset()
+
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         return diagnosis
 
@@ -196,7 +199,7 @@ def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> 
     since_s = now_s - idle_s
     flying = (OpInFlight("dp", 1, -1, 7, since_s),) if waits else ()
     known = (rank, True, step, 2, since_s, 100, since_s, now_s, flying, (), "S")
-    stillness = None if waits else Stillness("still", since_s, "wait (train.py:14)")
+    stillness = None if waits else Stillness("still", since_s, "wait (train.py:14)", now_s)
     return RankState(*known, process=1000 + rank, stillness=stillness)
 
 

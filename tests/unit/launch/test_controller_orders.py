@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import wraps
@@ -101,12 +102,20 @@ async def test_a_spare_has_not_failed_with_the_job() -> None:
 async def test_a_rank_that_hangs_is_ended_while_a_restart_is_left(restarts: int) -> None:
     node = Node(restarts=restarts)
     for _ in range(2):
-        node.member.kills.append(Kill(rank=2, process=1, reason="hangs"))
+        node.member.kills.append(Kill(rank=2, process=1, reason="hangs", seen_s=time.monotonic()))
         node.orders.follow()
     if restarts:
         assert (node.killed, node.said) == ([], ["rank 2: hangs; no restart is left, so it is not ended"])
     else:
         assert (node.killed, node.said) == ([2, 2], [])
+
+
+@in_a_loop
+async def test_an_order_that_has_lain_in_a_socket_ends_nobody() -> None:
+    node = Node()
+    node.member.kills.append(Kill(rank=2, process=1, reason="hangs", seen_s=time.monotonic() - 60))
+    node.orders.follow()
+    assert (node.killed, node.said) == ([], [])
 
 
 @in_a_loop

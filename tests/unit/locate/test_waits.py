@@ -9,8 +9,15 @@ import pytest
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import GroupInfo, IterationSummary, OpInFlight, RankState, StreamSummary
-from keepstep.locate import waits_recorded, waits_seen
+from keepstep.core.summary import (
+    GroupInfo,
+    IterationSummary,
+    OpInFlight,
+    RankState,
+    StreamProgress,
+    StreamSummary,
+)
+from keepstep.locate import hidden_waits, waits_recorded, waits_seen
 
 GLOO = GroupInfo("dp", (0, 1), "cpu:gloo")
 NCCL = GroupInfo("dp", (0, 1), "cuda:nccl")
@@ -73,6 +80,13 @@ def test_a_rank_is_seen_to_wait_where_it_is_in_an_operation_whose_end_is_recorde
     assert not waits_seen(Evidence(groups, {}, states=[state(0), state(1, "dp")]))
     assert waits_seen(Evidence(groups, {}, states=[state(0), state(1, "dp", "log")]))
     assert not waits_seen(Evidence(groups, {}, states=[state(0), state(1, "log", alive=False)]))
+
+
+def test_a_rank_that_has_begun_an_operation_whose_end_is_not_recorded_may_wait_unseen() -> None:
+    groups = {"dp": NCCL, "log": GLOO}
+    began = replace(state(1), streams=(StreamProgress("dp", Op.ALLREDUCE, -1, 4, 4),))
+    logs = replace(state(2), streams=(StreamProgress("log", Op.ALLREDUCE, -1, 4, 3),))
+    assert hidden_waits(Evidence(groups, {}, states=[state(0), began, logs])) == {1}
 
 
 def test_doubt_leaves_nobody_blamed_for_sure_but_those_apart() -> None:

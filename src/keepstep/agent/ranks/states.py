@@ -136,6 +136,7 @@ def rank_state(
         links=links,
         stillness=stillness,
         timeout_s=timeout_s,
+        pause_s=track.watch.hang.longest_pause_s(phase),
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
         left_loop=left_loop(stack, _site(sites, calls.main_site)) if stack and calls.main_site else "",

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.agent.sensors.processes import PROC, ProcessId, identify
-from keepstep.agent.sensors.sockets import connections
+from keepstep.agent.sensors.sockets import MOST_SOCKETS, connections
 from keepstep.core.descriptors import socket_inodes
 from keepstep.core.summary import Stillness
-from keepstep.detect import Activity, StillnessJudge
+from keepstep.detect import Activity, StillnessJudge, is_served
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -119,7 +119,10 @@ def _read_all(
     suspects: Mapping[int, Suspect], must_read_stack: Callable[[int, Activity], bool]
 ) -> dict[int, Activity | str]:
     families = _families([one.process.pid for one in suspects.values()])
-    carried = {one.inode: one.acked_bytes + one.received_bytes for one in connections()}
+    seen = list(connections())
+    if len(seen) >= MOST_SOCKETS:
+        raise OSError(7, f"there are more than {MOST_SOCKETS} TCP connections")
+    carried = {one.inode: one.acked_bytes + one.received_bytes for one in seen}
     found: dict[int, Activity | str] = {}
     for rank, one in suspects.items():
         try:
@@ -135,44 +138,72 @@ def _read_all(
 
 def _activity(one: Suspect, family: list[int], carried: Mapping[int, int]) -> Activity:
     """Raises OSError or ValueError where the process cannot be read. ``carried``: bytes, by inode of the socket."""
-    folder = PROC / str(one.process.pid)
-    threads = [path for thread in one.threads if (path := folder / "task" / str(thread)).exists()]
-    states = [(path / "stat").read_text().rpartition(")")[2].split()[0] for path in threads]
-    times_s = [_times_s(path) for path in (folder / "task").iterdir()]
+    pid = one.process.pid
+    tasks = PROC / str(pid) / "task"
+    threads = [path for thread in one.threads if (path := tasks / str(thread)).exists()]
+    states = [_state(path) for path in threads]
+    times_s = [_times_s(path) for path in threads]
+    held = [(state, place) for member in family for state, place in _held(member)]
     sockets = {inode for member in family for inode in socket_inodes(member).values()}
     activity = Activity(
         at_s=time.monotonic(),
-        state=next((state for state in states if state in "TtD"), states[0]),
-        thread_cpu_s=sum(_times_s(path)[0] for path in threads),
+        state="D" if held and held[0][0] == "D" else next((one for one in states if one in "TtR"), states[0]),
+        thread_cpu_s=sum(ran_s for ran_s, _ in times_s),
+        thread_queued_s=sum(queued_s for _, queued_s in times_s),
         thread_switches=sum(map(_switches, threads)),
-        cpu_s=sum(ran_s for ran_s, _ in times_s),
-        queued_s=sum(queued_s for _, queued_s in times_s),
+        cpu_s=_cpu_s(pid),
+        queued_s=sum(map(_queued_s, tasks.iterdir())),
         children=frozenset(family[1:]),
         children_cpu_s=sum(map(_cpu_s, family[1:])),
-        moved_bytes=sum(carried.get(inode, 0) for inode in sockets) + sum(map(_file_bytes, family)),
-        place=_place(threads[0] / "wchan"),
+        moved_bytes=_file_bytes(pid)
+        + sum(map(_bytes_of_child, family[1:]))
+        + sum(carried.get(inode, 0) for inode in sockets),
+        place=held[0][1] if held else _place(threads[0]),
     )
     if identify(one.process.pid) != one.process:
         raise ProcessLookupError(3, "it has ended")
     return activity
 
 
-def _times_s(thread: Path) -> tuple[float, float]:
-    """Time that a thread ran, and time that it was ready to run and waited for a CPU; zeros when it is gone."""
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _held(pid: int) -> list[tuple[str, str]]:
+    """State and place of each thread of a process that the kernel holds for others to let go; state D first."""
+    found: list[tuple[str, str]] = []
     with suppress(FileNotFoundError, ProcessLookupError):
-        ran, queued = (thread / "schedstat").read_text().split()[:2]
-        return int(ran) * 1e-9, int(queued) * 1e-9
-    return 0.0, 0.0
+        for thread in (PROC / str(pid) / "task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                state, place = _state(thread), _place(thread)
+                if state == "D" or is_served(place):
+                    found.append((state, place))
+    return sorted(found)
+
+
+def _times_s(thread: Path) -> tuple[float, float]:
+    """Time that a thread ran, and time that it was ready to run and waited for a CPU."""
+    ran, queued = (thread / "schedstat").read_text().split()[:2]
+    return int(ran) * 1e-9, int(queued) * 1e-9
+
+
+def _queued_s(thread: Path) -> float:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return _times_s(thread)[1]
+    return 0.0
 
 
 def _switches(thread: Path) -> int:
     lines = (thread / "status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    counts = [int(line.split()[1]) for line in lines if "ctxt_switches" in line]
+    if not counts:
+        raise OSError(2, "the kernel counts no context switches")
+    return sum(counts)
 
 
-def _place(wchan: os.PathLike[str]) -> str:
-    with suppress(OSError), open(wchan) as file:
-        name = file.read().strip()
+def _place(thread: Path) -> str:
+    with suppress(OSError):
+        name = (thread / "wchan").read_text().strip()
         return f"waits in the kernel ({name})" if name not in ("", "0") else ""
     return ""
 
@@ -204,10 +235,15 @@ def _families(pids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def _file_bytes(pid: int) -> int:
-    """Bytes that a process has read and written through system calls; 0 when it is gone. Raises PermissionError."""
+    """Bytes that a process has read and written: through system calls, and from and to disks by other ways, too."""
+    lines = (PROC / str(pid) / "io").read_text().splitlines()
+    wanted = ("rchar", "wchar", "read_bytes", "write_bytes")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(wanted))
+
+
+def _bytes_of_child(pid: int) -> int:
     with suppress(FileNotFoundError, ProcessLookupError):
-        lines = (PROC / str(pid) / "io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+        return _file_bytes(pid)
     return 0
 
 

@@ -38,7 +38,7 @@ _BYTES_AT, _BUSY_AT = 120, 168
 _RECEIVE_BYTES = 1 << 16
 
 _LOOKS = 32
-_MOST_SOCKETS = 8192
+MOST_SOCKETS = 8192
 _MOST_PEERS = 256
 _RESCAN_LOOKS = 10
 
@@ -157,7 +157,7 @@ def connections() -> Iterator[Connection]:
     """All established TCP connections of this network namespace. Raises OSError if the kernel does not list them."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asking:
         asking.settimeout(1.0)
-        left = _MOST_SOCKETS
+        left = MOST_SOCKETS
         for family in (socket.AF_INET, socket.AF_INET6):
             request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ESTABLISHED)
             length = _HEADER.size + len(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, blamed, is_traffic, unlocated
@@ -23,6 +23,7 @@ _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # between the first questio
 _SHARPEN_S = (3.0, 10.0, 30.0)  # when to ask again after the verdict
 _TRIES = 3  # questions after which a hang that a rank has reported counts as confirmed
 _LOOKS_AT_SILENT = 8  # questions before ranks are blamed that no agent has told anything about
+_FRESH_S = 10.0  # for so long a look at all ranks tells who holds the job up
 _PROOF_AGAIN_S = 5.0  # least time between looks for a proof
 _CONFIDENCES = ("low", "medium", "high")
 _MOST_TRIES = 15  # questions after which an unconfirmed hang is dropped
@@ -49,6 +50,8 @@ class HangCase(Case):
         self._asked_s = 0.0
         self._verdict_s = 0.0
         self._proof_s = math.inf  # when there may be a proof against all who are blamed, if nothing moves
+        self._holding_up: frozenset[int] = frozenset()  # ranks that others waited for at the last look
+        self._seen_s = -math.inf  # when that was
         self.ended: set[int] = set()  # ranks that keepstep has ended for the hang
         self._told: dict[frozenset[object], int] = {}  # highest confidence told, by who was blamed
 
@@ -116,6 +119,15 @@ class HangCase(Case):
         self._probes = probes or self._probes
         if self._answers and (probes or self.incident is None):
             self._decide(now_s)
+
+    def still_blames(self, ranks: Collection[int], now_s: float) -> bool:
+        """Whether a look at all ranks a moment ago has shown that just these hold up others, and most of the job."""
+        return self._holding_up.issuperset(ranks) and now_s - self._seen_s <= _FRESH_S
+
+    def look_again(self, now_s: float) -> None:
+        """Ask all ranks where they are, unless that is under way."""
+        if self.question is None:
+            self._ask(stacks=True, now_s=now_s)
 
     @property
     def last_states(self) -> dict[int, RankState]:
@@ -208,6 +220,7 @@ class HangCase(Case):
             self._locate(states, traffic, now_s), by_rank, self.standing, self._desk.patience
         )
         self._proof_s = self._next_proof_s(diagnosis, by_rank, now_s)
+        self._holding_up, self._seen_s = self._who_holds_up(diagnosis, by_rank), now_s
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
         # Links that were blamed are acquitted once they have answered probes.
@@ -244,6 +257,15 @@ class HangCase(Case):
         self._conclude(told, now_s, began, stuck_s=stuck_s, ranks_reporting=reporting)
         return diagnosis
 
+    def _who_holds_up(self, diagnosis: Diagnosis, states: Mapping[int, RankState]) -> frozenset[int]:
+        """The ranks that are blamed and alive, if others wait for them, and most ranks make no progress."""
+        going = self._going_on(list(states.values()))
+        waiting = [rank for rank in diagnosis.victims if rank in states and rank not in going]
+        if not waiting or 2 * len(going) >= len(states):
+            return frozenset()
+        blamed = (one.rank for one in diagnosis.culprits if one.confidence != "low")
+        return frozenset(rank for rank in blamed if rank is not None and rank not in going)
+
     def _next_proof_s(self, diagnosis: Diagnosis, states: Mapping[int, RankState], now_s: float) -> float:
         """When to look again whether those who are blamed without a proof have stood still for long enough."""
         unproven = [one.rank for one in diagnosis.culprits if one.rank in states and one.confidence != "high"]
@@ -279,9 +301,11 @@ class HangCase(Case):
             groups = {SET_UP: GroupInfo(SET_UP, tuple(range(cluster.known_ranks))), **evidence.groups}
             evidence = replace(evidence, groups=groups)
             diagnosis = desk.locators.hang(evidence)
+            known: set[int | None] = {state.rank for state in states if not state.alive}
             if desk.locators.waits_seen(evidence):
-                return diagnosis
-            return diagnosis.doubted(NO_WAITS, [state.rank for state in states if not state.alive])
+                hidden = desk.locators.hidden_waits(evidence) if diagnosis.kind == "hang" else ()
+                known.update(one.rank for one in diagnosis.culprits if one.rank not in hidden)
+            return diagnosis.doubted(NO_WAITS, known)
         except Exception as error:
             return unlocated("hang", error)
 

@@ -15,6 +15,7 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import How, RankState
 from keepstep.report.wording import who
 
+END_HUNG = "end the hung process"  # the action's name
 LOOKS_S = (1.0, 1.0, 2.5, 5.0)  # times between looks at blamed ranks; the last one repeats
 _MOST = 4  # most ranks blamed at once: among more it is not sure who holds up whom
 _USUAL_S = 600.0  # patience with a rank of which nothing is known: any rank may pause for minutes
@@ -23,7 +24,7 @@ _BEFORE_TIMEOUT_S = 60.0  # time from the end of a process to the first timeout 
 _SPINS = 10.0  # a thread that computes may go on so many times as long as one that waits
 _NOT_ENDED: dict[How, str] = {  # why a process is not ended, by what it does
     "moves": "rank {rank} works: {why}",
-    "kernel": "rank {rank} waits in the kernel, where no signal ends it",
+    "kernel": "rank {rank}, or a child of it, waits in the kernel for a device, a file server or a control group",
     "traced": "a debugger holds rank {rank}",
     "unread": "of rank {rank} there is no proof: {why}",
 }
@@ -42,21 +43,26 @@ class Patience:
     stopped_s: float = 60.0  # with a stopped process: gcore, CRIU and operators let it go on
 
     def with_rank(self, state: RankState, limit_s: float) -> float:
-        """Patience with this rank. ``limit_s``: more than the longest pause that it has shown in this phase."""
+        """Patience with this rank. ``limit_s``: the limit that it exceeded, by its own finding."""
         how = state.stillness.how if state.stillness is not None else "still"
         if how == "stopped":
             return self.stopped_s
         waits_s = self.hang_s
         if not waits_s:
-            waits_s = max(_USUAL_S, limit_s)
+            waits_s = max(_USUAL_S, limit_s, 2 * state.pause_s)
             if state.timeout_s > 0:
                 waits_s = max(min(waits_s, state.timeout_s - _BEFORE_TIMEOUT_S), _LEAST_S)
         return waits_s * (_SPINS if how == "spins" else 1.0)
 
     def left_s(self, state: RankState, limit_s: float) -> float:
         """The time until there is a proof against a rank, if nothing of it moves; 0 or less: there is one."""
-        since_s = state.stillness.since_s if state.stillness is not None else state.now_s
-        return self.with_rank(state, limit_s) - (state.now_s - max(since_s, state.last_progress_s))
+        return self.with_rank(state, limit_s) - seen_still_s(state)
+
+
+def seen_still_s(state: RankState) -> float:
+    """How long a rank's process has been seen to do nothing else, up to the last look at it."""
+    seen = state.stillness
+    return max(seen.until_s - max(seen.since_s, state.last_progress_s), 0.0) if seen is not None else 0.0
 
 
 def proof(state: RankState, limit_s: float, patience: Patience) -> str:
@@ -69,7 +75,7 @@ def proof(state: RankState, limit_s: float, patience: Patience) -> str:
         return ""
     if patience.left_s(state, limit_s) > 0:
         return ""
-    seconds = state.now_s - max(stillness.since_s, state.last_progress_s)
+    seconds = seen_still_s(state)
     where = f" ({stillness.why})" if stillness.why and stillness.how != "stopped" else ""
     return _STANDS[stillness.how].format(seconds=seconds) + where
 
@@ -109,11 +115,15 @@ def tempered(
 
 
 def blamed_by(
-    incident: Incident, standing: Callable[[int], Finding | None], known_ranks: int
+    incident: Incident,
+    standing: Callable[[int], Finding | None],
+    known_ranks: int,
+    ended: Mapping[int, tuple[int, int | None]],
 ) -> tuple[dict[int, float], str]:
     """The ranks that it would help to end for an open hang, with their limits in seconds; or none, and why not.
 
-    ``standing(rank)``: the finding of a rank that is still stuck.
+    ``standing(rank)``: the finding of a rank that is still stuck. ``ended``: the number of the incident and the step at
+    which a rank was ended last.
     """
     if incident.kind != "hang":
         return {}, "the program itself has gone astray, and would again"
@@ -128,8 +138,11 @@ def blamed_by(
         finding = standing(culprit.rank) if culprit.rank is not None else None
         if finding is None:
             return {}, f"{who(culprit)} has not been still for longer than is usual there"
+        number, step = ended.get(finding.rank, (incident.number, None))
+        if number != incident.number and step == incident.onset_step:
+            return {}, f"rank {finding.rank} was ended at this step before, and that did not help"
         blamed[finding.rank] = finding.limit_s
-    if len(blamed) > min(_MOST, max(known_ranks, 2) // 2):
+    if len(blamed) > min(_MOST, known_ranks // 2):
         return {}, "of so many ranks it is not sure who holds up whom"
     return blamed, ""
 

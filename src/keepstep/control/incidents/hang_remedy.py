@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.hang_evidence import LOOKS_S, blamed_by, proof
+from keepstep.control.incidents.hang_evidence import END_HUNG, LOOKS_S, blamed_by, proof
 from keepstep.core.incident import Action
 from keepstep.wire.messages import Kill, States
 
@@ -35,8 +35,11 @@ class HangRemedy:
             self._looked, self._looked_s = self._looked + 1, now_s
             self.question = self._desk.agents.ask_states(False, now_s, homes)
 
-    def states(self, answers: Sequence[States]) -> None:
-        """Have processes ended against which there is a proof; repeatedly while they live, as an order may be lost."""
+    def states(self, answers: Sequence[States], now_s: float) -> None:
+        """Have processes ended against which there is a proof; repeatedly while they live, as an order may be lost.
+
+        Only while a look at all ranks, a moment ago, has shown that the others still wait for just these.
+        """
         self.question = None
         blamed, patience = self._blamed(), self._desk.patience
         states = {one.rank: one for answer in answers for one in answer.states if one.rank in blamed}
@@ -47,16 +50,19 @@ class HangRemedy:
             why = proof(state, limit_s, patience) if state is not None else ""
             if state is None or not why or not state.process:
                 return
-            kills.append(Kill(rank, state.process, f"it hung: {why}"))
+            kills.append(Kill(rank, state.process, f"it hung: {why}", state.now_s))
+        if kills and not self.case.still_blames(blamed.keys(), now_s):
+            self._left_s = _AFTER_S
+            self.case.look_again(now_s)
+            return
         for kill in kills:
             if self._send(kill):
-                self.case.acted(
-                    Action("end the hung process", None, f"rank {kill.rank}, process {kill.process}")
-                )
+                self.case.acted(Action(END_HUNG, None, f"rank {kill.rank}, process {kill.process}"))
 
     def _blamed(self) -> dict[int, float]:
         """Limits of blamed ranks; empty when a kill would not help, or it is not sure enough who is to blame."""
         incident = self.case.incident
         if incident is None or self.case.closed:
             return {}
-        return blamed_by(incident, self.case.standing, self._desk.cluster.known_ranks)[0]
+        desk = self._desk
+        return blamed_by(incident, self.case.standing, desk.cluster.known_ranks, desk.register.ended)[0]

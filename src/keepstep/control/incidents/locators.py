@@ -60,6 +60,10 @@ class Locators:
         """Whether a rank is seen to wait for others now."""
         return _locate().waits_seen(evidence)
 
+    def hidden_waits(self, evidence: Evidence) -> frozenset[int]:
+        """The ranks that may wait for others unseen."""
+        return _locate().hidden_waits(evidence)
+
     def probed(self, diagnosis: Diagnosis, probes: Sequence[PathProbe]) -> Diagnosis:
         """The diagnosis, sharpened by probes of the blamed links."""
         return _locate().with_probes(diagnosis, probes)

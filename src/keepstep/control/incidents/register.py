@@ -9,7 +9,7 @@ from typing import Literal
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
-from keepstep.control.incidents.hang_evidence import Patience, blamed_by, hang_outlook
+from keepstep.control.incidents.hang_evidence import END_HUNG, Patience, blamed_by, hang_outlook
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
@@ -44,10 +44,14 @@ class Register:
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
         self._effects, self._unix_s = effects, unix_s
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
+        self.ended: dict[
+            int, tuple[int, int | None]
+        ] = {}  # incident and step in which a hung rank was ended last
 
     def restore(self, incident: Incident) -> None:
         """Take over an incident that an earlier controller of this run published."""
         self.newest_number = max(self.newest_number, incident.number)
+        self._note_ended(incident)
         if incident.onset_step is not None:
             self._changes.append(incident.onset_step)
 
@@ -81,6 +85,7 @@ class Register:
         A hang's next action depends on ``standing`` (the finding of a rank that is still stuck) and on the last known
         ``states`` of ranks.
         """
+        self._note_ended(incident)
         waits = incident.status == "open" and not incident.actions
         what, in_s = self._outlook(incident, standing, states or {}) if waits else ("", None)
         at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
@@ -112,9 +117,15 @@ class Register:
             return f"none: hangs are reported, not ended ({how})", None
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
-        blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks)
+        blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks, self.ended)
         patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
         return hang_outlook(blamed, states, patience) if blamed else (f"none: {why_not}", None)
+
+    def _note_ended(self, incident: Incident) -> None:
+        if any(action.name == END_HUNG for action in incident.actions):
+            for culprit in incident.culprits:
+                if culprit.rank is not None:
+                    self.ended[culprit.rank] = incident.number, incident.onset_step
 
     def _save_rings(self, incident: Incident) -> None:
         agents = self._cluster.agents()

@@ -214,11 +214,15 @@ class Seal(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """To a launcher: end this rank's process, which will not recover by itself, as if it had died."""
+    """To a launcher: end this rank's process, which will not recover by itself, as if it had died.
+
+    ``seen_s``: when the process was last seen to hang, on the monotonic clock of its host.
+    """
 
     rank: limits.Rank
     process: int
     reason: limits.Line
+    seen_s: float = 0.0
 
 
 class Operated(Message, frozen=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +85,6 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     ("script", "how", "words"),
     [
         (SLEEP, "still", ""),
-        (SPIN, "spins", "computes"),
         (CHILD, "moves", "child processes"),
         (SEND, "moves", "sends"),
     ],
@@ -96,7 +94,15 @@ def test_what_a_process_does(script: str, how: How, words: str) -> None:
         assert words in watch(process, how)[-1].why
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None and not activity.py_spy(), reason="needs py-spy")
+@pytest.mark.skipif(activity.py_spy() is None, reason="needs py-spy")
+def test_a_thread_that_spins_keeps_to_one_function() -> None:
+    with running(SPIN) as process:
+        if not python_frames(process.pid, [process.pid]):
+            pytest.skip("py-spy may not read other processes here")
+        assert "<module>" in watch(process, "spins")[-1].why
+
+
+@pytest.mark.skipif(activity.py_spy() is None, reason="needs py-spy")
 def test_a_thread_that_polls_is_still_where_its_frames_stay() -> None:
     with running(POLL) as process:
         if not python_frames(process.pid, [process.pid]):

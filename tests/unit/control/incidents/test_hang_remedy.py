@@ -25,13 +25,15 @@ ASLEEP = RankState(
     *(2, True, 7, 1, 90.0, 100, 61.0, 100.0),  # 39 s without progress
     process_state="S",
     process=77,
-    stillness=Stillness("still", 62.0, "wait (train.py:14)"),
+    stillness=Stillness("still", 62.0, "wait (train.py:14)", 100.0),
 )
 
 
 def doing(how: How, seconds: float, why: str = "") -> RankState:
     """The rank, which has done this for so long."""
-    return replace(ASLEEP, last_progress_s=100.0 - seconds, stillness=Stillness(how, 100.0 - seconds, why))
+    return replace(
+        ASLEEP, last_progress_s=100.0 - seconds, stillness=Stillness(how, 100.0 - seconds, why, 100.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,11 @@ def doing(how: How, seconds: float, why: str = "") -> RankState:
         (ASLEEP, 0.0, ""),  # no pause is known to compare with
         (replace(ASLEEP, alive=False), LIMIT_S, ""),
         (replace(ASLEEP, stillness=None), LIMIT_S, ""),
+        (
+            replace(ASLEEP, now_s=9000.0, stillness=Stillness("still", 62.0, "", 90.0)),
+            LIMIT_S,
+            "",
+        ),  # all stood still
         (doing("spins", 299.0, "it computes"), LIMIT_S, ""),  # perhaps for long
         (doing("spins", 301.0, "it computes"), LIMIT_S, "it has computed for 301 s without an operation"),
         (doing("stopped", 59.0), LIMIT_S, ""),
@@ -75,6 +82,12 @@ def test_patience_by_timeouts_and_pauses(timeout_s: float, limit_s: float, secon
     assert Patience().with_rank(spins, limit_s) == 10 * seconds
 
 
+def test_patience_is_twice_the_longest_pause_that_it_has_ended_by_itself() -> None:
+    state = replace(doing("still", 0.0), pause_s=590.0)
+    assert Patience().with_rank(state, 4.0) == 1180.0
+    assert Patience().with_rank(replace(state, timeout_s=600.0), 4.0) == 540.0
+
+
 class Stand:
     """A desk, and the case of a hang of which these ranks are blamed."""
 
@@ -94,7 +107,10 @@ class Stand:
         self.incident: Any = Incident(1, "hang", 7, 7, None, None, culprits, (), (), ())
         self.stuck = {rank: Finding("hang", rank, "node-0", 0.0, 7, limit_s=LIMIT_S) for rank in ranks}
         self.actions: list[Action] = []
-        self.agents = self
+        self.agents = self.register = self
+        self.ended: dict[int, tuple[int, int | None]] = {}
+        self.holds_up = True  # whether a look at all ranks shows that the blamed ones hold up the others
+        self.looked_again = 0
         self.patience = PATIENCE
         self.remedy = HangRemedy(cast("Desk", self), cast("HangCase", self), self.send)
 
@@ -104,6 +120,12 @@ class Stand:
 
     def standing(self, rank: int) -> Finding | None:
         return self.stuck.get(rank)
+
+    def still_blames(self, ranks: Collection[int], now_s: float) -> bool:
+        return self.holds_up
+
+    def look_again(self, now_s: float) -> None:
+        self.looked_again += 1
 
     def acted(self, action: Action) -> None:
         self.actions.append(action)
@@ -115,7 +137,7 @@ class Stand:
     def look(self, now_s: float, *states: RankState) -> None:
         self.remedy.tick(now_s)
         if self.remedy.question is not None:
-            self.remedy.states([States(self.remedy.question, 0, states)])
+            self.remedy.states([States(self.remedy.question, 0, states)], now_s)
 
 
 def test_with_a_proof_its_process_is_ended() -> None:
@@ -147,12 +169,33 @@ def test_an_order_that_was_lost_is_repeated() -> None:
         Stand(confidence="low"),
         Stand(ranks=range(5), world=64),
         Stand(ranks=(0, 1, 2), world=4),
+        Stand(ranks=(0,), world=1),
     ],
 )
 def test_nobody_is_ended_when_it_is_not_sure_who(stand: Stand) -> None:
     stand.look(10.0, *(replace(ASLEEP, rank=rank) for rank in stand.stuck))
     assert not stand.asked
     assert not stand.sent
+
+
+def test_nobody_is_ended_whom_nobody_waits_for_any_more() -> None:
+    stand = Stand()
+    stand.holds_up = False
+    stand.look(10.0, ASLEEP)
+    assert (stand.sent, stand.looked_again) == ([], 1)
+    stand.holds_up = True
+    stand.look(11.1, ASLEEP)
+    assert [(kill.rank, kill.seen_s) for kill in stand.sent] == [(2, 100.0)]
+
+
+def test_nobody_is_ended_at_a_step_at_which_that_did_not_help() -> None:
+    stand = Stand()
+    stand.ended = {2: (0, 7)}
+    stand.look(10.0, ASLEEP)
+    assert not stand.asked
+    stand.ended = {2: (0, 6)}
+    stand.look(20.0, ASLEEP)
+    assert stand.sent
 
 
 def test_who_went_on_or_has_no_finding_of_its_own_is_left_alone() -> None:
@@ -174,7 +217,7 @@ def test_a_look_comes_when_the_patience_ends() -> None:
     stand = Stand()
     asked: list[int] = []
     for at_s in (10.0, 11.1, 12.2, 15.0, 15.6, 17.0, 18.2, 18.7):  # still since -12.0
-        stand.look(at_s, replace(doing("still", 22.0 + at_s - 10.0), now_s=100.0))
+        stand.look(at_s, doing("still", 22.0 + at_s - 10.0))
         asked.append(len(stand.asked))
     assert asked == [1, 2, 2, 3, 3, 3, 3, 4]  # not 5 s after the one before
     assert len(stand.sent) == 1
@@ -188,7 +231,11 @@ def test_a_look_comes_when_the_patience_ends() -> None:
         (doing("spins", 1.0), "none yet, it may go on by itself: ends rank 2", 300.0),
         (replace(ASLEEP, stillness=None), "none yet, it may go on by itself: ends rank 2", 31.0),
         (doing("stopped", 5.0), "none yet, it may go on by itself: ends rank 2", 56.0),
-        (doing("kernel", 5.0), "none: rank 2 waits in the kernel, where no signal ends it", None),
+        (
+            doing("kernel", 5.0),
+            "none: rank 2, or a child of it, waits in the kernel for a device, a file server or a control group",
+            None,
+        ),
         (doing("traced", 5.0), "none: a debugger holds rank 2", None),
         (doing("moves", 5.0, "it computes"), "none: rank 2 works: it computes", None),
         (doing("unread", 5.0, "it has ended"), "none: of rank 2 there is no proof: it has ended", None),
@@ -243,10 +290,11 @@ def _hang(*culprits: Culprit, kind: Any = "hang") -> Incident:
         (_hang(Culprit(2, confidence="low")), "not sure enough"),
         (_hang(Culprit(3, confidence="high")), "rank 3 has not been still for longer"),
         (_hang(*(Culprit(2, confidence="high"),) * 2, Culprit(1, confidence="high")), "rank 1 has not been"),
+        (_hang(Culprit(4, confidence="high")), "rank 4 was ended at this step before"),
     ],
 )
 def test_why_nobody_is_ended_is_said(incident: Incident, why: str) -> None:
-    standing = {2: Finding("hang", 2, "node-0", 0.0, 7, limit_s=LIMIT_S)}.get
-    blamed, told = blamed_by(incident, standing, 8)
+    standing = {rank: Finding("hang", rank, "node-0", 0.0, 7, limit_s=LIMIT_S) for rank in (2, 4)}.get
+    blamed, told = blamed_by(incident, standing, 8, {4: (0, 7)})
     assert not blamed
     assert why in told
