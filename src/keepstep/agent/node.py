@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.host_ring import HostRing, process_groups
-from keepstep.agent.ranks.states import operations_in_flight, python_stack, rank_state
+from keepstep.agent.ranks.states import loop_left, main_site, operations_in_flight, python_stack, rank_state
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors import nccl_links as link_files
@@ -71,6 +71,7 @@ class _Ring:
     stopped_since_ns: int = 0  # since when its process has been seen stopped; 0: it was not at the last look
     next_look_ns: int = 0
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
+    main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
     told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
@@ -146,7 +147,9 @@ class NodeAgent:
     def _suspects(self, now_ns: int) -> dict[int, Suspect]:
         """The ranks' processes that make no progress, though they do not wait for others."""
         return {
-            ring.rank: Suspect(ring.process, (ring.process.pid, ring.track.thread), ring.track.progress)
+            ring.rank: Suspect(
+                ring.process, tuple(dict.fromkeys((ring.process.pid, ring.track.thread))), ring.track.progress
+            )
             for ring in self._rings
             if ring.process is not None
             and not ring.ended
@@ -229,8 +232,11 @@ class NodeAgent:
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
+        sites = {ring.rank: ring.main_site for ring in self._rings}
+        known = [state for state in states if state is not None]
+        loops = await asyncio.gather(*(loop_left(state.stack, sites[state.rank]) for state in known))
+        known = tuple(replace(state, left_loop=loop) for state, loop in zip(known, loops, strict=True))
         clock = self._recent_clock()
-        known = tuple(state for state in states if state is not None)
         onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
         if now_ns * 1e-9 - self._sockets.looked_s > _CLOSE_LOOK_S:
             self._look_at_sockets(now_ns)
@@ -410,6 +416,8 @@ class NodeAgent:
             in_flight = ring.reader.in_flight()
             self._poll_ring(ring, now_ns)  # an operation that fails right now is in flight, or has failed
             reader = ring.reader
+            calls = reader.last_calls(ring.track.progress)
+            ring.main_site = main_site(reader.sites(), calls)
             found = rank_state(
                 ring.track,
                 in_flight,
@@ -424,7 +432,7 @@ class NodeAgent:
                 self._activity.stillness(ring.rank),
                 _shortest_timeout_s(reader.sites()),
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
-                calls=reader.last_calls(ring.track.progress),
+                calls=calls,
             )
             if ring.track.progress or ring.process is None:
                 return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -17,7 +18,6 @@ from keepstep.core.events import SET_UP, WORLD_PEER, Flag, Kind, Op
 from keepstep.ring import Operation
 
 _LOCAL = "use_local_synchronization"  # with it only the members call `new_group`
-_LOCAL_AT = 5  # its place among the arguments of `_new_group_with_tag`
 
 
 class SetUp:
@@ -34,11 +34,17 @@ class SetUp:
         patches.replace(distributed_c10d, "_new_group_with_tag", self._recorded)
 
     def _recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        here = self._here
+        here, signature = self._here, inspect.signature(original)
+
+        def is_of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            try:
+                return self._is_of_all(signature.bind_partial(*args, **kwargs).arguments)
+            except TypeError:  # torch says what is wrong with the arguments
+                return False
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            operation = self._begin(here()) if not self._inside and self._is_of_all(args, kwargs) else None
+            operation = self._begin(here()) if not self._inside and is_of_all(args, kwargs) else None
             if operation is None:
                 return original(*args, **kwargs)
             self._inside = True
@@ -54,12 +60,12 @@ class SetUp:
 
         return call
 
-    def _is_of_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_of_all(self, arguments: Mapping[str, Any]) -> bool:
         """Whether all ranks make this call, and this process is watched."""
-        started, given = _world(), kwargs.get("world_size", -1)
-        if isinstance(given, int) and given > started and kwargs.get("rank") is not None:
-            self._started_elsewhere(given, first=kwargs["rank"] == 0)
-        alone = kwargs.get(_LOCAL) or (len(args) > _LOCAL_AT and args[_LOCAL_AT] is True)
+        started, given = _world(), arguments.get("world_size", -1)
+        if isinstance(given, int) and given > started and arguments.get("rank") is not None:
+            self._started_elsewhere(given, first=arguments["rank"] == 0)
+        alone = arguments.get(_LOCAL)
         some = given not in (-1, started)
         return not some and not alone and self._recorder.claim() and self._recorder.start is not None
 

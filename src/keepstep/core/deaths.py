@@ -6,7 +6,7 @@ import signal
 from typing import Literal
 
 from keepstep.core.finding import Finding
-from keepstep.core.lost_connection import ranks_named, tells_of_another
+from keepstep.core.lost_connection import names_an_error, ranks_named, tells_of_another
 
 # Signals by which a process is ended from outside, or ends itself because of what another did.
 _ASKED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
@@ -26,8 +26,14 @@ def testimony(death: Finding) -> Testimony:
     if death.message:
         is_echo = tells_of_another(death.message) or ranks_named(death.message)
         return "echo" if is_echo else "own"
-    silent = death.exit_code <= 128 or death.exit_code in (*_ASKED, _ABORTED)
+    by_signal = 128 < death.exit_code < 128 + signal.NSIG
+    silent = not by_signal or death.exit_code in (*_ASKED, _ABORTED)
     return "silent" if silent else "own"
+
+
+def is_vague(death: Finding) -> bool:
+    """Whether a process that has lost a peer may also end like this: without words of an error, unless by SIGKILL."""
+    return not names_an_error(death.message) and death.exit_code != 128 + signal.SIGKILL
 
 
 def was_asked(death: Finding) -> bool:

@@ -65,6 +65,9 @@ _OF_ANYBODY = _words(
     r"network is unreachable|timed out (waiting|initializing)|socket timeout",
 )
 
+_WRONG = _words(
+    r"\b(error|fatal|fail(ed|ure|s)?|abort(ed|ing)?|exception|terminate called|assert\w*|cannot|unable)\b"
+)
 _TYPE = re.compile(r"\s*([A-Za-z_][\w.:]*(?:Error|Exception|Timeout|Disconnected|NotMet)): ")
 _TORCHS = re.compile(r"(^|[.:])(RuntimeError|Dist\w*Error)$|::")
 
@@ -95,6 +98,21 @@ def tells_of_another(message: str) -> bool:
 def tells_of_a_timeout(message: str) -> bool:
     """Whether an error `tells_of_another` that did not come in time; one that is gone closes its connections."""
     return tells_of_another(message) and _TIMED_OUT.search(_cause(message)) is not None
+
+
+def names_an_error(message: str) -> bool:
+    """Whether a message names what went wrong; a last line such as "shutting down" does not."""
+    return (
+        _TYPE.match(message) is not None
+        or _OWN.search(message) is not None
+        or _WRONG.search(message) is not None
+    )
+
+
+def is_of_another_type(message: str) -> bool:
+    """Whether a message begins with the type of an error that torch does not raise for what happens to a collective."""
+    kind = _TYPE.match(message)
+    return kind is not None and not _TORCHS.search(kind[1])
 
 
 def ranks_named(message: str) -> tuple[int, ...]:

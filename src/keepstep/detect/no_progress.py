@@ -73,9 +73,10 @@ class HangDetector:
             return max(usual, _PAUSE_LIMIT_S)
         return usual
 
-    def longest_pause_s(self, phase: int) -> float:
-        """The longest standstill in a phase that the rank has ended by itself; 0: none was seen."""
-        return max((seconds for one, seconds in self.pauses.items() if one == phase), default=0.0)
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest standstill in the present phase that the rank has ended by itself; 0: none was seen."""
+        return self.pauses.get(self._phase, 0.0)
 
     def _usual_s(self, phase: Phase) -> float:
         """The limit in a phase in which no unmarked pause can hide."""

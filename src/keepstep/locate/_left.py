@@ -111,7 +111,8 @@ def _diagnose_one_more(
         where = place_of([flight] if flight is not None else [])
         detail = f"in {where}, which nobody else makes: {gone}"
         culprits.append(Culprit(rank, None, evidence.nodes.get(rank, ""), "", 0.0, sure, ONE_MORE, detail))
-    told = f"{ranks_of(p.absent)} entered {p.seq - 1} operations of group {p.group}, {ranks_of(p.waiting)} {p.seq}"
+    group = f"operations of group {shown_name(p.group)}"
+    told = f"{ranks_of(p.absent)} entered {p.seq - 1} {group}, {ranks_of(p.waiting)} {p.seq}"
     missing = ("which is meant: as many ranks make this operation as do not",) if tie else ()
     summary = f"{ranks_of(p.waiting)} {ONE_MORE}"
     return Diagnosis("hang", tuple(culprits), (), (f"{gone} in good order", told), missing, summary)
@@ -128,8 +129,13 @@ def _diagnose_early(
     blamed: set[int] = set()
     for p in held:
         gone = [rank for rank in p.absent if rank in left]
-        fewest = min(_made(states[rank], p.group) for rank in gone)
-        blamed |= {rank for rank in gone if not p.collective or _made(states[rank], p.group) == fewest}
+        seen = [_made(states[rank], p.group) for rank in gone if states[rank].streams]
+        fewest = min(seen, default=0)  # what those made of whom nothing was seen is not known
+        blamed |= {
+            rank
+            for rank in gone
+            if not p.collective or not states[rank].streams or _made(states[rank], p.group) == fewest
+        }
     order = sorted(blamed, key=lambda rank: (_step(rank, left, states), rank))
     victims = tuple(sorted(set(waiting) - blamed))
     unknown = sorted(

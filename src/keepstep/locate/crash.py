@@ -12,12 +12,12 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.core.deaths import DIED, how_it_died, testimony, was_asked
+from keepstep.core.deaths import DIED, how_it_died, is_vague, testimony, was_asked
 from keepstep.core.events import phase_title
 from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Confidence, Culprit, Diagnosis
-from keepstep.core.lost_connection import ranks_named, tells_of_a_timeout
+from keepstep.core.lost_connection import is_of_another_type, ranks_named, tells_of_a_timeout
 from keepstep.core.node_clocks import ClockOffsets
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import OpInFlight, RankState
@@ -59,9 +59,8 @@ class _Deaths:
             return told
         failed = state is not None and bool(state.failed)
         if told == "own":
-            # A process that has lost a peer may still crash at its end.
-            crashed = not death.message and failed and death.exit_code != 128 + signal.SIGKILL
-            return "unclear" if crashed else told
+            # A process that has lost a peer may still crash at its end, or leave with words about that.
+            return "unclear" if failed and is_vague(death) else told
         if was_asked(death) or failed:
             return "unclear"
         in_operation = state is not None and bool(state.in_flight)
@@ -215,7 +214,10 @@ def _lines(
 
 def _diagnose_mismatch(deaths: _Deaths, own: Sequence[Finding]) -> Diagnosis | None:
     """Name who called a collective differently, where those that died of it were in an operation."""
-    if any(not death.message or not _seen_waiting(deaths, death.rank) for death in own):
+    if any(
+        not one.message or is_of_another_type(one.message) or not _seen_waiting(deaths, one.rank)
+        for one in own
+    ):
         return None
     found = locate_mismatch(deaths.given)
     if found is None:

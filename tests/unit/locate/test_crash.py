@@ -124,5 +124,20 @@ def test_a_signal_that_asks_to_end_is_blamed_only_if_nothing_else_is_known():
     assert locate_crash(Evidence({}, nodes, findings=all_of_them)).culprits == ()
 
 
+def test_an_exit_code_that_is_no_signal_says_nothing():
+    found = locate_crash(
+        Evidence({}, {}, findings=[crash(0, 9.9, code=255), crash(1, 10.0, "ValueError: x")])
+    )
+    assert not any(c.rank == 0 and c.confidence == "high" for c in found.culprits)
+
+
+@pytest.mark.parametrize("words", ["shutting down", "UserWarning: There appear to be 1 leaked objects"])
+def test_words_that_name_no_error_do_not_make_a_victim_the_culprit(words):
+    flight = OpInFlight("dp", Op.ALLREDUCE, -1, 7, 0.0)
+    lost = RankState(0, False, 12, 2, 0.0, 10, 9.0, 11.0, failed=(flight,))
+    found = locate_crash(Evidence({}, {}, states=[lost], findings=[crash(0, 9.9, words)]))
+    assert not any(c.rank == 0 and c.confidence == "high" for c in found.culprits)
+
+
 def test_no_death():
     assert locate_crash(Evidence({}, {}, findings=[])).missing

@@ -136,11 +136,23 @@ def rank_state(
         links=links,
         stillness=stillness,
         timeout_s=timeout_s,
-        pause_s=track.watch.hang.longest_pause_s(phase),
+        pause_s=track.watch.hang.longest_pause_s,
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
-        left_loop=left_loop(stack, _site(sites, calls.main_site)) if stack and calls.main_site else "",
     )
+
+
+def main_site(sites: Sequence[str], calls: LastCalls) -> str:
+    """The line of code from which a rank made most of its last operations; "" where it is not known."""
+    return _site(sites, calls.main_site) if calls.main_site else ""
+
+
+async def loop_left(stack: str, site: str) -> str:
+    """As `left_loop`; empty where the script's file system does not answer, too."""
+    try:
+        return await within(_STACK_S, asyncio.to_thread(left_loop, stack, site)) if stack and site else ""
+    except asyncio.TimeoutError:
+        return ""
 
 
 async def python_stack(pid: int) -> str:

@@ -29,7 +29,7 @@ logger = logging.getLogger("keepstep.agent")
 
 _EVERY_S = 2.5
 _LATE_S = 10.0  # a look that takes longer is given up
-_MOST_LATE = 4  # looks that may block for ever; after these nothing is read any more
+_MOST_LATE = 4  # looks that may block; until one of them ends nothing is read
 _STACK_S = 5.0
 _MOST_STACK = 20_000  # characters of py-spy's output
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,6 +50,7 @@ class _Look:
 
     begun_s: float
     suspects: Mapping[int, Suspect]
+    judges: Mapping[int, StillnessJudge]
     answers: dict[int, Activity | str] | None = None  # by rank; a text says what could not be read
 
 
@@ -61,7 +62,7 @@ class ActivitySensor:
         self._judges: dict[int, tuple[ProcessId, StillnessJudge]] = {}
         self._look: _Look | None = None
         self._next_s = 0.0
-        self._late = 0
+        self._late: list[_Look] = []  # looks that were given up, and have not ended yet
 
     def look(self, now_s: float, suspects: Mapping[int, Suspect]) -> None:
         """Take in the answers of the last look, and begin another when it is time. Never blocks.
@@ -72,9 +73,11 @@ class ActivitySensor:
             del self._judges[rank]
         if self._look is not None:
             self._take(self._look, now_s)
-        if self._look is None and suspects and now_s >= self._next_s and self._late < _MOST_LATE:
+        self._late = [look for look in self._late if look.answers is None]
+        if self._look is None and suspects and now_s >= self._next_s and len(self._late) < _MOST_LATE:
             self._next_s = now_s + _EVERY_S
-            self._look = _Look(now_s, dict(suspects))
+            judges = {rank: known[1] for rank, known in self._judges.items()}
+            self._look = _Look(now_s, dict(suspects), judges)
             threading.Thread(target=self._run, args=(self._look,), name="keepstep-look", daemon=True).start()
 
     def stillness(self, rank: int) -> Stillness | None:
@@ -83,7 +86,7 @@ class ActivitySensor:
         return known[1].judged if known is not None else None
 
     def _run(self, look: _Look) -> None:
-        judges = {rank: known[1] for rank, known in self._judges.items()}
+        judges = look.judges
 
         def must_read_stack(rank: int, now: Activity) -> bool:
             judge = judges.get(rank)
@@ -100,7 +103,7 @@ class ActivitySensor:
         if answers is None:
             if now_s - look.begun_s < _LATE_S:
                 return
-            self._late += 1
+            self._late.append(look)
             logger.warning("looking at suspected processes takes over %.0f s and is given up", _LATE_S)
             answers = dict.fromkeys(look.suspects, f"reading it takes over {_LATE_S:.0f} s")
         self._look = None
@@ -121,7 +124,7 @@ def _read_all(
     families = _families([one.process.pid for one in suspects.values()])
     seen = list(connections())
     if len(seen) >= MOST_SOCKETS:
-        raise OSError(7, f"there are more than {MOST_SOCKETS} TCP connections")
+        return dict.fromkeys(suspects, f"there are more than {MOST_SOCKETS} TCP connections")
     carried = {one.inode: one.acked_bytes + one.received_bytes for one in seen}
     found: dict[int, Activity | str] = {}
     for rank, one in suspects.items():

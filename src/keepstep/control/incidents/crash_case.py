@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, noted, unlocated
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.core.deaths import DIED, testimony
+from keepstep.core.deaths import DIED, is_vague, testimony
 from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
@@ -185,7 +185,11 @@ class CrashCase(Case):
 
         ``by_us``: the ranks that keepstep ended for the hang.
         """
-        if not incident.culprits:
+        known = {one.rank for one in incident.culprits}
+        surer = not any(one.confidence == "high" for one in incident.culprits) and any(
+            one.confidence == "high" and one.rank not in known for one in diagnosis.culprits
+        )
+        if not incident.culprits or surer:
             incident = replace(
                 incident,
                 culprits=diagnosis.culprits,
@@ -229,7 +233,8 @@ class CrashCase(Case):
 
     def _ask(self, death: Finding, now_s: float) -> None:
         """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step."""
-        cluster, is_own = self._desk.cluster, testimony(death) == "own"
+        cluster = self._desk.cluster
+        is_own = testimony(death) == "own" and not is_vague(death)
         knew_own, self._knows_own = self._knows_own, self._knows_own or is_own
         if self._asked_all or (knew_own and not is_own):
             return
@@ -312,7 +317,7 @@ def _how_it_ended(deaths: Mapping[int, Finding], by_us: Collection[int]) -> str:
         told.append(f"{_ranks(others)} lost {whose}")
     elif others:
         words = next((deaths[rank].message for rank in others if deaths[rank].message), "")
-        text = f"{_ranks(others)} gave up waiting"
+        text = f"{_ranks(others)} {'gave up waiting' if not words or tells_of_a_timeout(words) else 'died'}"
         told.append(f"{text}: {words[:_MOST_WORDS]}" if words else text)
     return "; ".join(told)
 

@@ -92,7 +92,8 @@ class HangCase(Case):
             return
         self._answers, self._unanswered = answers, unanswered
         states = [state for answer in answers for state in answer.states]
-        if self.incident is not None and any(not state.alive for state in states):
+        left = self._desk.cluster.left
+        if self.incident is not None and any(not one.alive and one.rank not in left for one in states):
             return  # the job is being ended: states of its processes no longer show who held it up
         if self.incident is None:
             self._tries += 1
@@ -125,9 +126,9 @@ class HangCase(Case):
         return self._holding_up.issuperset(ranks) and now_s - self._seen_s <= _FRESH_S
 
     def look_again(self, now_s: float) -> None:
-        """Ask all ranks where they are, unless that is under way."""
-        if self.question is None:
-            self._ask(stacks=True, now_s=now_s)
+        """Ask all ranks where they are, unless that is under way, or was done a moment ago."""
+        if self.question is None and now_s - self._seen_s > _FRESH_S:
+            self._ask(stacks=False, now_s=now_s)
 
     @property
     def last_states(self) -> dict[int, RankState]:

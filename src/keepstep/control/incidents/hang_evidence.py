@@ -60,9 +60,11 @@ class Patience:
 
 
 def seen_still_s(state: RankState) -> float:
-    """How long a rank's process has been seen to do nothing else, up to the last look at it."""
+    """How long a rank's process has been seen to hang, up to the last look at it; 0 while it does anything else."""
     seen = state.stillness
-    return max(seen.until_s - max(seen.since_s, state.last_progress_s), 0.0) if seen is not None else 0.0
+    if seen is None or seen.how not in _STANDS:
+        return 0.0
+    return max(seen.until_s - max(seen.since_s, state.last_progress_s), 0.0)
 
 
 def proof(state: RankState, limit_s: float, patience: Patience) -> str:

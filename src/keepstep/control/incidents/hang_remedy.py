@@ -52,7 +52,6 @@ class HangRemedy:
                 return
             kills.append(Kill(rank, state.process, f"it hung: {why}", state.now_s))
         if kills and not self.case.still_blames(blamed.keys(), now_s):
-            self._left_s = _AFTER_S
             self.case.look_again(now_s)
             return
         for kill in kills:

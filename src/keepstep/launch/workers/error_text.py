@@ -118,5 +118,7 @@ def _telling(errors: Sequence[str]) -> str:
     last, own = errors[-1], [error for error in errors if not tells_of_another(error)]
     if tells_of_another(last):
         return next((error for error in own if not _HANDLED.match(error)), last)
+    if tells_of_another(errors[0]):  # what was raised while that was handled is a consequence
+        return f"{errors[0]}; then {last}"[:_MOST_CHARACTERS]
     both = f"{own[0]}; then {last}"[:_MOST_CHARACTERS]
     return own[0] if own[0] == last or tells_of_another(both) else both

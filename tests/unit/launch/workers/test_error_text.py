@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from keepstep.core.lost_connection import tells_of_another
 from keepstep.launch.workers.error_text import of_last_words, of_message, of_stderr, of_traceback
 
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711"
@@ -66,6 +67,15 @@ def test_a_lost_connection_while_a_script_goes_on_after_what_it_handles_is_an_ec
     handled: Exception,
 ) -> None:
     assert of_traceback(while_handled(handled, RuntimeError(LOST))) == f"RuntimeError: {LOST}"
+
+
+@pytest.mark.parametrize("chain", [while_handled, caused])
+def test_an_error_that_wraps_a_lost_connection_is_an_echo(chain: Callable[..., str]) -> None:
+    told = of_traceback(chain(RuntimeError(LOST), ValueError("the step has failed")))
+    assert told == f"RuntimeError: {LOST}; then ValueError: the step has failed"
+    assert tells_of_another(told)
+    broken = of_traceback(chain(RuntimeError(LOST), RuntimeError("CUDA error: uncorrectable ECC error")))
+    assert not tells_of_another(broken)
 
 
 def test_where_all_tell_of_another_the_last_is_told() -> None:
