@@ -86,8 +86,10 @@ def test_a_slow_replica_gets_less_and_its_share_back(tmp_path: Path) -> None:
         said = end(process, folder)
     assert "S2, micro-batches" in said
     assert "S2 is taken back" in said
-    (incident,) = [one for one in incidents(folder) if one["saved_s"]]
-    assert [culprit["rank"] for culprit in incident["culprits"]] == [2]
+    saved = [
+        one for one in incidents(folder) if one["saved_s"]
+    ]  # of others, too, where the machine is uneven
+    (incident,) = [one for one in saved if [culprit["rank"] for culprit in one["culprits"]] == [2]]
     first = next(one for one in incident["actions"] if one["name"] == "S2, micro-batches")
     assert (
         "5 to replica 2" in first["detail"]

@@ -50,8 +50,8 @@ class Cases:
         validations = Validations(
             cluster, agents, open_cases.standstill, effects, is_wanted=settings.validate
         )
-        register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
         patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
+        register = Register(settings, cluster, open_cases.reforming, patience, effects, unix_s)
         self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, patience, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.ignored = 0  # findings that made no sense

@@ -42,7 +42,6 @@ class Mismatch:
     Attributes:
         aspect: what differs.
         classes: the ranks that called it alike, the most first.
-        unknown: how many members called it in a way that is not known, or have not called it.
     """
 
     group: str
@@ -51,7 +50,6 @@ class Mismatch:
     classes: tuple[tuple[int, ...], ...]
     calls: Mapping[int, Call]  # by rank
     members: int
-    unknown: int
 
     @property
     def is_tied(self) -> bool:
@@ -136,8 +134,7 @@ def _mismatch(group: str, seq: int, calls: Mapping[int, Call], size: int, absent
             classes.setdefault(getattr(call, aspect), []).append(rank)
     classes.pop("", None)
     ordered = sorted(classes.values(), key=lambda ranks: (-len(ranks), ranks))
-    known = sum(map(len, ordered))
-    return Mismatch(group, seq, aspect, tuple(map(tuple, ordered)), calls, size, size - known)
+    return Mismatch(group, seq, aspect, tuple(map(tuple, ordered)), calls, size)
 
 
 def _aspect(calls: Sequence[Call], absent: int) -> Aspect | None:

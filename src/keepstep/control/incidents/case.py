@@ -15,9 +15,10 @@ from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.pauses import RankMoves
+from keepstep.core.events import SET_UP
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEFT_LOOP, Action, Culprit, Diagnosis, Event, Incident, IncidentKind
-from keepstep.core.summary import PeerTraffic
+from keepstep.core.summary import GroupInfo, PeerTraffic
 from keepstep.report.wording import named
 
 Status = Literal["relieved", "transient", "ended"]
@@ -44,6 +45,8 @@ class Desk:
     def evidence(self, now_s: float, **known: Any) -> Evidence:
         """Evidence for the locators: what is ``known``, with the job's groups, nodes, clocks and host causes.
 
+        With the states of ranks its set-up counts as a group of all.
+
         And with the ranks that have left, where no other ``findings`` are known.
         """
         clocks = None
@@ -51,7 +54,10 @@ class Desk:
             clocks = self.locators.offsets(self.cluster.clock_samples())
         causes = self.cluster.causes(now_s)
         known.setdefault("findings", tuple(self.cluster.left.values()))
-        return Evidence(self.cluster.groups, self.cluster.node_of, clocks, causes=causes, **known)
+        groups = self.cluster.groups
+        if "states" in known:
+            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(self.cluster.known_ranks))), **groups}
+        return Evidence(groups, self.cluster.node_of, clocks, causes=causes, **known)
 
 
 class Case:

@@ -13,12 +13,11 @@ from dataclasses import replace
 from keepstep.control.incidents.case import Case, Desk, noted, unlocated
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.core.deaths import DIED, is_vague, testimony
-from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
 from keepstep.core.lost_connection import tells_of_a_timeout
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import GroupInfo, RankState
+from keepstep.core.summary import RankState
 from keepstep.wire.messages import States
 
 GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
@@ -42,7 +41,8 @@ class CrashCase(Case):
         self._continues = incident is not None and incident.kind != "crash"  # a hang's incident
         self._questions: set[int] = set()  # open questions about the states of ranks
         self._asked: set[int] = set()  # nodes that were asked
-        self._asked_all = self._knows_own = False  # whether a rank is known that died of its own doing
+        self._asked_all = False  # whether all nodes were asked at once
+        self._knows_own = False  # whether a rank is known that died of its own doing
         self._states: dict[int, RankState] = {}  # what they answered, by rank
         self._actions: list[Action] = []  # what was done before there was an incident
         self._findings: dict[int, Finding] = {}
@@ -274,9 +274,7 @@ class CrashCase(Case):
             return self._lost_nodes()
         try:
             findings = [*self._findings.values(), *self._who_left()]
-            evidence = desk.evidence(now_s, states=self._known_states(), findings=findings)
-            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(desk.cluster.known_ranks))), **evidence.groups}
-            return desk.locators.crash(replace(evidence, groups=groups))
+            return desk.locators.crash(desk.evidence(now_s, states=self._known_states(), findings=findings))
         except Exception as error:
             return unlocated("crash", error)
 

@@ -10,11 +10,10 @@ from keepstep.control.incidents.case import Case, Desk, blamed, is_traffic, unlo
 from keepstep.control.incidents.hang_evidence import tempered
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
-from keepstep.core.events import SET_UP
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import GroupInfo, PathProbe, PeerTraffic, RankState
+from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
 
 _AGAIN_S = 2.0  # between questions while the hang is not confirmed
@@ -299,8 +298,6 @@ class HangCase(Case):
                 probes=self._probes,
                 addresses=cluster.addresses(),
             )
-            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(cluster.known_ranks))), **evidence.groups}
-            evidence = replace(evidence, groups=groups)
             diagnosis = desk.locators.hang(evidence)
             known: set[int | None] = {state.rank for state in states if not state.alive}
             if desk.locators.waits_seen(evidence):

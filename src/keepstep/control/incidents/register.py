@@ -36,12 +36,14 @@ class Register:
         settings: Settings,
         cluster: Cluster,
         reforming: Reforming,
+        patience: Patience,
         effects: list[Effect],
         unix_s: Callable[[float], float],
     ) -> None:
         self.newest_number = 0  # the highest incident number given out in this run
         self.now_s = 0.0  # the time of the last tick
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
+        self._patience = patience
         self._effects, self._unix_s = effects, unix_s
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
         self.ended: dict[
@@ -118,8 +120,7 @@ class Register:
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks, self.ended)
-        patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
-        return hang_outlook(blamed, states, patience) if blamed else (f"none: {why_not}", None)
+        return hang_outlook(blamed, states, self._patience) if blamed else (f"none: {why_not}", None)
 
     def _note_ended(self, incident: Incident) -> None:
         if any(action.name == END_HUNG for action in incident.actions):
