@@ -260,12 +260,16 @@ class Cases:
             self._open.crash = CrashCase(self.desk)
         return self._open.crash
 
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether the job is made to wait, or made anew, so that nobody is ended."""
+        return self._open.reforming.under_way or self.desk.validations.under_way
+
     def _tick_remedy(self, now_s: float) -> None:
         case = self._open.hang
-        waits = self._open.reforming.under_way or self.desk.validations.under_way
         if case is None or case.closed or self._open.crash is not None or self._open.ending.under_way:
             self._remedy = None
-        elif self._settings.restart_hangs and not waits:
+        elif self._settings.restart_hangs and not self._is_held_up:
             if self._remedy is None or self._remedy.case is not case:
                 self._remedy = HangRemedy(self.desk, case, self._end_hung)
             self._remedy.tick(now_s)
@@ -303,7 +307,7 @@ class Cases:
             if crash is not None and crash.takes(question.number):
                 crash.states(question.number, question.answers)
             elif remedy is not None and remedy.question == question.number:
-                remedy.states(question.answers, now_s)
+                remedy.states(() if self._is_held_up else question.answers, now_s)
             elif case is not None and case.question == question.number and not case.closed:
                 case.states(question.answers, self._names(question.unanswered), now_s)
         else:
