@@ -207,6 +207,19 @@ def test_nobody_else_is_ended_before_the_one_that_is_stuck() -> None:
     assert why(*stuck("data", 25.0, r2=525.1, r0=524.8)) == ""
 
 
+def test_who_is_gone_after_the_order_to_end_the_one_that_is_stuck_died_of_that() -> None:
+    for rank, said in (
+        (1, ""),
+        (2, "rank 2 was gone 2.0 s before"),
+    ):  # of an order to end another rank it is wrong
+        plan, outcome = stuck("data", 25.0, r2=523.0)
+        action = {"name": "end the hung process", "detail": f"rank {rank}, process 7", "begun_unix_s": 522.5}
+        for incident in outcome.incidents:
+            incident["actions"] = [action]
+        found = why(plan, outcome)
+        assert (said in found) if said else not found
+
+
 def test_a_seed_in_which_nobody_got_stuck_shows_nothing() -> None:
     plan, outcome = stuck("gil", 25.0)
     assert "nobody got stuck" in why(plan, replace(outcome, truths=[]))
