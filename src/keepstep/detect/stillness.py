@@ -15,9 +15,8 @@ _IDLE_BYTES = 512.0  # bytes a second read, written, sent and received
 _QUEUED = 0.3  # share of the time for which a thread that has little to do waits for a CPU at most
 _SPINS_CPU = 0.5  # share of one CPU from which a process computes
 _LONGEST_GAP_S = 30.0  # between two looks; more is no unbroken observation
-_ASK_STACK_S = (
-    10.0  # of stillness, after which the frames are read once: a debugger's prompt looks like a hang
-)
+# Seconds of stillness after which the frames are read once, because a debugger's prompt looks like a hang.
+_ASK_STACK_S = 10.0
 # Functions of the kernel in which a process waits that others will wake up, though nothing of it moves: file servers,
 # file systems of user space (the bytes are moved by another process), a frozen control group.
 _SERVED = re.compile(
@@ -91,7 +90,7 @@ class StillnessJudge:
             self._asked = False
         how, why = self._compared(last, now)
         if how == "stopped" and last is not None and _did_something(last, now):
-            self.judged = None  # it has gone on in between
+            self.judged = None  # the process ran between the two looks
         begun_s = last.at_s if last is not None and how in ("still", "spins") else now.at_s
         return self._note(how, begun_s, why, now.at_s)
 
