@@ -8,14 +8,20 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <fcntl.h>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <sys/mman.h>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #ifndef MADV_POPULATE_READ
