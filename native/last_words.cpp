@@ -1,7 +1,10 @@
 // What C++ says before it aborts a process goes to stderr, which may be nobody's but the console's. Here it is left in
 // a file, too. The file is opened only then, so that a process which ends well leaves none.
+//
+// Whoever throws uses the C++ library of the process, and this module may have been linked with a copy of its own: what
+// counts is taken from the library of the process by name.
 #include <Python.h>
-#include <cxxabi.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -34,19 +37,44 @@ void leave(const char* type, const char* what) {
   close(file);
 }
 
+struct Library {
+  std::terminate_handler (*set_terminate)(std::terminate_handler) = nullptr;
+  std::type_info* (*current_exception_type)() = nullptr;
+  std::exception_ptr (*current_exception)() = nullptr;
+  char* (*demangle)(const char*, char*, size_t*, int*) = nullptr;
+
+  template <class Function>
+  static bool find(void* library, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    return function != nullptr;
+  }
+
+  bool find_all() {
+    void* library = dlopen("libstdc++.so.6", RTLD_NOW);
+    return library != nullptr && find(library, "_ZSt13set_terminatePFvvE", set_terminate) &&
+           find(library, "__cxa_current_exception_type", current_exception_type) &&
+           find(library, "_ZSt17current_exceptionv", current_exception) &&
+           find(library, "__cxa_demangle", demangle);
+  }
+} g_library;
+
+// The text of an exception; empty if it is not a std::exception. A rethrow would ask the wrong library.
+const char* what(const std::type_info* type) {
+  void* object = nullptr;
+  // It holds nothing but the address of the exception. Kept: it must not be destroyed here.
+  static_assert(sizeof(std::exception_ptr) == sizeof object);
+  std::memcpy(&object, static_cast<void*>(new std::exception_ptr(g_library.current_exception())), sizeof object);
+  // How a handler is found that catches the base of a class: the address is moved to that of the base.
+  if (object == nullptr || !typeid(std::exception).__do_catch(type, &object, 1)) return "";
+  return static_cast<std::exception*>(object)->what();
+}
+
 void tell() {
-  const std::type_info* type = abi::__cxa_current_exception_type();
+  const std::type_info* type = g_library.current_exception_type();
   if (type == nullptr) return;
   int status = 0;
-  char* readable = abi::__cxa_demangle(type->name(), nullptr, nullptr, &status);
-  const char* name = readable != nullptr ? readable : type->name();
-  try {
-    throw;
-  } catch (const std::exception& error) {
-    leave(name, error.what());
-  } catch (...) {
-    leave(name, "");
-  }
+  char* readable = g_library.demangle(type->name(), nullptr, nullptr, &status);
+  leave(readable != nullptr ? readable : type->name(), what(type));
 }
 
 [[noreturn]] void tell_and_terminate() {
@@ -63,9 +91,13 @@ PyObject* install(PyObject*, PyObject* argument) {
     PyErr_SetString(PyExc_ValueError, "the path is too long");
     return nullptr;
   }
+  if (g_library.demangle == nullptr && !g_library.find_all()) {
+    PyErr_SetString(PyExc_OSError, "no libstdc++.so.6 in this process");
+    return nullptr;
+  }
   std::memcpy(g_path, path, size + 1);
   g_process = getpid();
-  if (g_previous == nullptr) g_previous = std::set_terminate(tell_and_terminate);
+  if (g_previous == nullptr) g_previous = g_library.set_terminate(tell_and_terminate);
   Py_RETURN_NONE;
 }
 

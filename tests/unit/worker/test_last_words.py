@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from keepstep.launch.workers.error_text import of_last_words
 
+SOURCE = Path(__file__).parents[3] / "native" / "last_words.cpp"
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 INSTALL = "from keepstep.worker import last_words; last_words.install()\n"
 THROW = "import ctypes; ctypes.CDLL('libstdc++.so.6')._ZSt21__throw_runtime_errorPKc(b'no peer {}')\n"
 SEGFAULT = "import ctypes\ndef reads():\n    ctypes.string_at(0)\nreads()\n"
@@ -37,6 +41,16 @@ def test_what_cpp_says_is_left_and_still_said(tmp_path: Path) -> None:
     plain = run(tmp_path, THROW)
     assert (status, said) == plain[:2]
     assert "terminate called after throwing an instance of 'std::runtime_error'" in said
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (set CXX)")
+def test_a_module_with_a_cpp_library_of_its_own_hears_that_of_the_process(tmp_path: Path) -> None:
+    """As with compilers that have no shared one: its own handlers would never be called."""
+    module = tmp_path / f"_last_words{sysconfig.get_config_var('EXT_SUFFIX')}"
+    flags = ["-std=c++17", "-shared", "-fPIC", "-static-libstdc++", f"-I{sysconfig.get_path('include')}"]
+    subprocess.run([str(COMPILER), *flags, str(SOURCE), "-o", str(module)], check=True)
+    run(tmp_path, f"import _last_words; _last_words.install({str(tmp_path / 'said')!r})\n{THROW}")
+    assert of_last_words((tmp_path / "said").read_text()) == "std::runtime_error: no peer {}"
 
 
 def test_where_python_was_at_a_fatal_signal_is_left(tmp_path: Path) -> None:
