@@ -19,6 +19,11 @@ _ELEMENTS = {
     "complexdouble": "complex128",
 }  # fmt: skip
 _INSTALLED = ("site-packages", "dist-packages")
+_BETWEEN = ("torch", "keepstep")  # whose frames are between the user's line and the call
+_FROM_SOURCE = re.compile(
+    r"/(torch)/(?:distributed|nn|autograd|utils|optim|_dynamo)/|/(torch)/_tensor\.py$"
+    r"|/(keepstep)/(?:capture|checkpoint|integrations|session|worker)/"
+)
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)")
 _MOST_FRAMES = 256
 
@@ -71,7 +76,7 @@ def _element(types: Any) -> str:
 
 
 def _site(frames: Any) -> str:
-    """The innermost frame that is neither torch's nor the standard library's nor of one of ``LIBRARIES``."""
+    """The innermost frame that belongs neither to torch, keepstep or the standard library, nor to ``LIBRARIES``."""
     through, inner = "", ""
     for frame in cast("Sequence[Any]", frames)[:_MOST_FRAMES] if isinstance(frames, (list, tuple)) else ():
         if not isinstance(frame, Mapping):
@@ -81,7 +86,7 @@ def _site(frames: Any) -> str:
         package = _package(file)
         if package in LIBRARIES:
             through, inner = package, inner or name
-        elif package != "torch" and not file.startswith("<") and not _STANDARD_LIBRARY.search(file):
+        elif package not in _BETWEEN and not file.startswith("<") and not _STANDARD_LIBRARY.search(file):
             return site_text(file, line, name, through, inner) if isinstance(line, int) else ""
     return ""
 
@@ -93,4 +98,6 @@ def _package(file: str) -> str:
         if folder in parts:
             after = parts[parts.index(folder) + 1 :]
             return after[0] if len(after) > 1 else ""
+    if found := _FROM_SOURCE.search(file):
+        return next(filter(None, found.groups()))
     return parts[0] if len(parts) > 1 and not file.startswith(("/", ".")) else ""

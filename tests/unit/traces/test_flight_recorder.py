@@ -210,6 +210,19 @@ def test_sizes_and_types_of_calls(
     [
         ([{"name": "f", "filename": "torch/distributed/c10d.py", "line": 1}], ""),
         (
+            [
+                {"name": "call", "filename": "/opt/site/keepstep/capture/operations.py", "line": 138},
+                {"name": "barrier", "filename": "/src/pytorch/torch/distributed/c10d.py", "line": 5},
+                {
+                    "name": "call",
+                    "filename": "/v/lib/site-packages/keepstep/capture/operations.py",
+                    "line": 1,
+                },
+                {"name": "main", "filename": "/home/me/torch/train.py", "line": 51},
+            ],
+            "/home/me/torch/train.py:51 main",
+        ),
+        (
             [{"name": "f", "filename": "/home/me/lightning/model.py", "line": 3}],
             "/home/me/lightning/model.py:3 f",
         ),
