@@ -7,7 +7,8 @@ Every part is a job of its own under `keepstep run`; one that fails is left out 
 
 On one GPU a job has one rank, and NCCL launches nothing for its in-place all-reduces: the calls are there, the
 transfers are not. A gather of one rank is a copy on the device, a mean of one rank a kernel of NCCL's: with these the
-shim's times are compared. NCCL 2.30 lets two ranks share a GPU; with it the same is done with real transfers.
+shim's times are compared. Then two ranks on the GPU, and real transfers: NCCL lets ranks share one from 2.30 on, before
+that where they are told to be on two hosts, so over sockets.
 
 Overhead: whole jobs in turns, one with everything that `keepstep run` does (probe, shim, plugin, agent, controller),
 one with ``--no-watch``; the interval is over the pairs.
@@ -22,10 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks._intervals import interval
@@ -39,7 +39,6 @@ GEMM_GOAL = "GEMM validation ≤ 0.5 s"
 CHECKPOINT_GOAL = "memory checkpoint from GPU through pinned buffers with its GB/s against `cudaMemcpy`"
 TIMES_PERCENT, STEP_PERCENT, GEMM_S = 2.0, 0.1, 0.5
 JOB = Path(__file__).with_name("job.py")
-SHARED_FROM = (2, 30)  # NCCL that lets ranks share a GPU
 ONE_RANK = "one rank: NCCL launches nothing for an in-place all-reduce"
 _JOB_S, _END_S = 150.0, 40.0
 
@@ -59,14 +58,7 @@ class Bench:
     def left_s(self) -> float:
         return self._until_s - time.monotonic()
 
-    def job(
-        self,
-        part: str,
-        *,
-        ranks: int = 1,
-        watch: bool = True,
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> list[dict[str, Any]]:
+    def job(self, part: str, *, ranks: int = 1, watch: bool = True) -> list[dict[str, Any]]:
         """The result of each rank. Raises RuntimeError with the job's last words."""
         self._jobs += 1
         folder = self._folder / f"{self._jobs}-{part}"
@@ -75,7 +67,7 @@ class Bench:
         command += ["--run-dir", str(folder / "run"), *(() if watch else ("--no-watch",))]
         command += [str(JOB), part, str(folder / "result"), self.device, "quick" if self.quick else "whole"]
         # Where there is no network, NCCL would look for one.
-        more = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"), **environment}
+        more = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
         console = folder / "console.txt"
         with console.open("wb") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | more)
@@ -114,9 +106,9 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def events(bench: Bench, ranks: int = 1, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+def events(bench: Bench, ranks: int = 1) -> None:
     """Records of a training, and times of single calls beside the profiler's."""
-    found = bench.job("events", ranks=ranks, environment=environment)
+    found = bench.job("events", ranks=ranks)
     for rank, result in enumerate(found):
         who = "" if ranks == 1 else f"{ranks} ranks on one GPU: rank {rank}: "
         training, ring = result["training"], result["ring"]
@@ -168,12 +160,7 @@ def times(bench: Bench, who: str, batch: dict[str, Any]) -> None:
 
 def shared(bench: Bench) -> None:
     """The same with two ranks on the GPU."""
-    from torch.cuda import nccl
-
-    if bench.device == "cuda" and (version := nccl.version()) < SHARED_FROM:
-        said = ".".join(map(str, version))
-        raise RuntimeError(f"NCCL {said}; ranks may share a GPU from 2.30 on (NCCL_MULTI_RANK_GPU_ENABLE=1)")
-    events(bench, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    events(bench, 2)
 
 
 def gemm(bench: Bench) -> None:

@@ -25,6 +25,7 @@ MIB = 1 << 20
 SLEEP_CYCLES = 40_000_000  # some 20 ms: what is called meanwhile is queued behind it
 TIMES_S = 120
 QUEUED = 10  # calls of a batch
+SHARED_FROM = (2, 30)  # NCCL that lets ranks of one host share a GPU
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -303,10 +304,22 @@ def memory_checkpoint(device: str, quick: bool) -> dict[str, Any]:
 PARTS = {"steps": steps, "events": events, "gemm": gemm, "checkpoint": memory_checkpoint}
 
 
+def share_device() -> None:
+    """Let the ranks of this host use one GPU."""
+    from torch.cuda import nccl
+
+    if nccl.version() >= SHARED_FROM:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:  # it refuses a second rank of the same host
+        os.environ["NCCL_HOSTID"] = f"host-of-rank-{os.environ['RANK']}"
+
+
 def main() -> None:
     part, result, device, size = sys.argv[1:]
     if device == "cuda":
-        torch.cuda.set_device(0)  # also where two ranks share it
+        torch.cuda.set_device(0)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            share_device()
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     else:
         torch.set_num_threads(1)
