@@ -59,14 +59,18 @@ struct Library {
 } g_library;
 
 // The text of an exception; empty if it is not a std::exception. A rethrow would ask the wrong library.
-const char* what(const std::type_info* type) {
+const char* what([[maybe_unused]] const std::type_info* type) {
+#ifdef __GLIBCXX__  // elsewhere types are not laid out like those of the process
   void* object = nullptr;
   // It holds nothing but the address of the exception. Kept: it must not be destroyed here.
   static_assert(sizeof(std::exception_ptr) == sizeof object);
   std::memcpy(&object, static_cast<void*>(new std::exception_ptr(g_library.current_exception())), sizeof object);
   // How a handler is found that catches the base of a class: the address is moved to that of the base.
-  if (object == nullptr || !typeid(std::exception).__do_catch(type, &object, 1)) return "";
-  return static_cast<std::exception*>(object)->what();
+  if (object != nullptr && typeid(std::exception).__do_catch(type, &object, 1)) {
+    return static_cast<std::exception*>(object)->what();
+  }
+#endif
+  return "";
 }
 
 void tell() {
