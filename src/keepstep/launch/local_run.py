@@ -10,6 +10,7 @@ from pathlib import Path
 
 from keepstep import __version__
 from keepstep.core.log_lines import one_line
+from keepstep.core.process_mark import process_mark
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
@@ -59,7 +60,7 @@ class LocalRun:
             "version": __version__,
             "controller": str(controller) if controller else None,
             "host": os.uname().nodename,
-            "launcher": run_folder.process_mark(os.getpid()),
+            "launcher": process_mark(os.getpid()),
             "secret_file": str(self.secret),
             **({"term": term} if term else {}),
             "rings": {str(rank): path for rank, path in rings.items()},

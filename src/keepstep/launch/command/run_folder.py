@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 from keepstep.core.errors import AuthenticationError, RunError, UnsafePathError, UsageError
 from keepstep.core.own_folders import make_folder, make_new_folder, real_path, write_whole
+from keepstep.core.process_mark import is_alive
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 
 _REACH_S = 2.0
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 # What a run leaves in its folder, and a later run in the same folder moves aside.
 _CONTENT = (
@@ -60,23 +65,32 @@ def _as_name(text: str) -> str:
 def create(job: Job, path: Path, *, first: bool) -> Path:
     """Make the folder; the launcher of node 0 (``first``) also moves an earlier run's content aside.
 
-    Without ``--run-dir`` a name that is taken gets a number appended. Raises RunError where the folder cannot be made
-    or written, others can write to it, or it is that of a living run.
+    Without ``--run-dir`` a name that is taken gets a number appended; where nobody has said where runs are kept and the
+    working directory cannot be written, the folder is made in that for temporary files. Raises RunError where it cannot
+    be made or written, others can write to it, or it is that of a living run.
     """
     try:
-        if job.run_dir is None and not job.rendezvous.endpoint:
-            return _create_new(real_path(path.parent) / path.name)
-        path = real_path(path)
-        make_folder(path)
-        if first:
-            _move_aside(path)
-        return path
+        return _create(job, path, first=first)
     except UnsafePathError as error:
         raise RunError(f"{error}; --run-dir names another run folder") from None
     except OSError as error:
+        if error.errno in _NOT_WRITABLE and job.run_dir is None and job.runs_dir == Path("runs").absolute():
+            elsewhere = Path(tempfile.gettempdir(), f"keepstep-{os.getuid()}", "runs", path.name)
+            with suppress(OSError, UnsafePathError):
+                return _create(job, elsewhere, first=first)
         raise RunError(
             f"{path}: cannot make the run folder: {error.strerror}; name another with --run-dir"
         ) from None
+
+
+def _create(job: Job, path: Path, *, first: bool) -> Path:
+    if job.run_dir is None and not job.rendezvous.endpoint:
+        return _create_new(real_path(path.parent) / path.name)
+    path = real_path(path)
+    make_folder(path)
+    if first:
+        _move_aside(path)
+    return path
 
 
 def _create_new(path: Path) -> Path:
@@ -96,7 +110,7 @@ def _move_aside(path: Path) -> None:
         (path / "secret").unlink(missing_ok=True)
         return
     record = _described(path)
-    if record.get("host") == os.uname().nodename and _lives(record.get("launcher")):
+    if record.get("host") == os.uname().nodename and is_alive(record.get("launcher")):
         raise RunError(
             f"{path}: the run of process {record['launcher']['pid']} lives there; give another --run-dir"
         )
@@ -117,19 +131,6 @@ def _described(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
-
-
-def process_mark(pid: int) -> dict[str, int]:
-    """A process with its start in clock ticks, so that it is not taken for a later one with the same number."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return {"pid": pid, "start_ticks": int(file.read().rpartition(b")")[2].split()[19])}
-
-
-def _lives(mark: Any) -> bool:
-    try:
-        return process_mark(int(mark["pid"])) == mark
-    except (OSError, TypeError, KeyError, ValueError, IndexError):
-        return False
 
 
 def secret_path(job: Job, folder: Path, home: Path | None) -> Path:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -5,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.errors import RunError
+from keepstep.core.process_mark import process_mark
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import job_from_command_line
 
@@ -41,7 +43,7 @@ def test_an_earlier_run_is_moved_aside_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_run_that_lives_is_not_disturbed(tmp_path: Path) -> None:
-    mark = run_folder.process_mark(os.getpid())
+    mark = process_mark(os.getpid())
     (tmp_path / "run.json").write_text(json.dumps({"host": os.uname().nodename, "launcher": mark}))
     with pytest.raises(RunError, match="give another --run-dir"):
         run_folder.create(job("--run-dir", str(tmp_path)), tmp_path, first=True)
@@ -125,3 +127,26 @@ def test_log_files_of_attempts(tmp_path: Path) -> None:
 def test_log_dir_keeps_torchruns_layout(tmp_path: Path) -> None:
     logs = run_folder.LogFiles(tmp_path / "run", tmp_path / "logs", "my/id")
     assert logs.error_file(3, 1, 2) == tmp_path / "logs/my-id_run/attempt_2/1/error.json"
+
+
+def test_where_the_working_directory_cannot_be_written_it_is_in_that_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, temporary = tmp_path / "kept", tmp_path / "temporary"
+    for folder in (kept, temporary):
+        folder.mkdir()
+    monkeypatch.chdir(kept)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    make = run_folder.make_new_folder
+
+    def refuse(path: Path) -> None:
+        """As on a file system that is mounted for reading; root may write wherever modes forbid it."""
+        if path.is_relative_to(kept):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        make(path)
+
+    monkeypatch.setattr(run_folder, "make_new_folder", refuse)
+    made = run_folder.create(job(), kept / "runs" / "x", first=True)
+    assert made == temporary / f"keepstep-{os.getuid()}" / "runs" / "x"
+    with pytest.raises(RunError, match="Read-only file system; name another"):
+        run_folder.create(job(KEEPSTEP_RUNS_DIR=str(kept)), kept / "x", first=True)
