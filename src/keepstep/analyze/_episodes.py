@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 
 from keepstep.core.evidence import Evidence
@@ -13,11 +14,21 @@ from keepstep.detect import ChangePointDetector, change_points
 from keepstep.locate import locate_slow
 
 _AROUND_STEPS = 16  # steps before and after an onset that are compared
+_STALLED = 2.0  # least ratio of a stalled step to the usual one
+_NEIGHBOURS = 8  # steps on either side of one that show what is usual there
+WARM_UP = 5  # first steps, which are slow by nature
+_LONGEST_STALL = 2  # steps; more are a slowdown
+_LISTED = 6  # stalls that are told one by one
 
 
-def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -> list[Incident]:
-    """Incidents without culprits. ``numbers``: the step of each time; ``source``: evidence that names the source."""
-    points = change_points(times, ChangePointDetector())
+def slow_episodes(
+    times: Sequence[float], numbers: Sequence[int], source: str, warm_up: int = WARM_UP
+) -> list[Incident]:
+    """Incidents without culprits. ``numbers``: the step of each time; ``source``: evidence that names the source.
+
+    ``warm_up``: first times that are not looked at.
+    """
+    points = change_points(times, ChangePointDetector(warmup=warm_up))
     ends = [*(point.index for point in points[1:]), len(times)][: len(points)]
     found: list[Incident] = []
     for point, end in zip(points, ends, strict=True):
@@ -45,6 +56,45 @@ def slow_episodes(times: Sequence[float], numbers: Sequence[int], source: str) -
                 )
             )
     return found
+
+
+def stalls(times: Sequence[float], warm_up: int = WARM_UP) -> list[tuple[int, float, float]]:
+    """Places of single slow steps with their time and the usual one there; empty where such steps are no exception."""
+    found: list[tuple[int, float, float]] = []
+    for place in range(warm_up, len(times)):
+        around = times[max(place - _NEIGHBOURS, warm_up) : place + _NEIGHBOURS + 1]
+        usual = median(around)
+        if times[place] >= _STALLED * usual and len(around) > _NEIGHBOURS:
+            found.append((place, times[place], usual))
+    places = {place for place, _, _ in found}
+    lone = [
+        one
+        for one in found
+        if not all(one[0] + near in places for near in range(1, _LONGEST_STALL + 1))
+        and not all(one[0] - near in places for near in range(1, _LONGEST_STALL + 1))
+        and not {one[0] - 1, one[0] + 1} <= places
+    ]
+    return lone if 10 * len(lone) <= len(times) else []
+
+
+def stalls_told(found: Sequence[tuple[int, float, float]], where: str, word: str) -> list[str]:
+    """Lines on stalls as of `stalls`, with the steps' numbers for places. ``word``: what a step is called."""
+    if not found:
+        return []
+    numbers = [number for number, _, _ in found]
+    apart = {later - number for number, later in pairwise(numbers)}
+    if len(found) > 2 and len(apart) == 1:
+        times = median(time / usual for _, time, usual in found)
+        every = f"every {apart.pop()} {word}s from {numbers[0]} to {numbers[-1]} one takes {times:.1f} times as long"
+        return [
+            f"the cause of stalls in {where}: {every}, as at checkpoints or evaluations; no lasting slowdown"
+        ]
+    listed = ", ".join(f"{word} {number} (×{time / usual:.1f})" for number, time, usual in found[:_LISTED])
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    what = "one stalled" if len(found) == 1 else f"{len(found)} stalled"
+    return [
+        f"the cause of {what} {word}{'s' * (len(found) > 1)} in {where}: {listed}{more}; no lasting slowdown"
+    ]
 
 
 def judged(incident: Incident, diagnosis: Diagnosis, ranks_reporting: int, world_size: int) -> Incident:

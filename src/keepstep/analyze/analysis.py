@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
-from keepstep.analyze._episodes import judged, slow_episodes, slow_in_iterations
+from keepstep.analyze._episodes import judged, slow_in_iterations
+from keepstep.analyze._training_logs import in_training_log
 from keepstep.core.errors import RunError, TraceError
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Incident
@@ -17,18 +18,18 @@ from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo
 from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
-from keepstep.report.incidents import incident_from_json
+from keepstep.report.incidents import read_incident
 from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
-from keepstep.traces.flight_recorder import rank_of, read_dumps
+from keepstep.traces.dump_files import find_dumps, is_dump
+from keepstep.traces.flight_recorder import read_dumps
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
 from keepstep.traces.training_log import looks_like_training_log, read_training_log
 
 _FORMATS = (
-    "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log of "
-    "Megatron-LM, MegaTrace call logs, or an operation table (Parquet)"
+    "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log "
+    "(Megatron-LM, NeMo, torchtitan, DeepSpeed, Lightning), MegaTrace call logs, or an operation table (Parquet)"
 )
-_PICKLE = b"\x80"
 _SLOW = 1.05  # least ratio of a step's time to its ideal one: less is everyday unevenness
 _EXPLAINS = 0.5  # least share of the lost time that a rank or stage must explain to be blamed
 
@@ -49,7 +50,12 @@ def analyze(path: Path, layout: ParallelLayout | None = None) -> Analysis:
         TraceError: there is nothing at ``path`` that can be read, or its ranks are not those of the layout; the message
             says what was expected.
     """
-    found = _judge(path, layout)
+    try:
+        found = _judge(path, layout)
+    except OSError as error:
+        raise TraceError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+    except MemoryError as error:
+        raise TraceError(f"{path}: needs more memory than this process may have") from error
     if layout is None:
         return found
     return replace(found, incidents=tuple(_placed(incident, layout) for incident in found.incidents))
@@ -89,13 +95,15 @@ def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
         raise TraceError(f"{path}: there is nothing there; give {_FORMATS}")
     if path.is_dir():
         return _folder(path, layout)
+    if not path.is_file():
+        raise TraceError(f"{path}: is a FIFO, socket or device; copy what it holds into a file and give that")
     if is_parquet(path):
         return _operation_table(path, layout)
     if looks_like_call_log(path):
         return _call_log([path], layout)
     if looks_like_training_log(path):
         return _training_log(path)
-    if rank_of(path) is not None and _is_dump(path):
+    if is_dump(path):
         raise TraceError(f"{path}: is the dump of one rank; give the folder with the dumps of all ranks")
     raise TraceError(f"{path}: is no trace that keepstep knows; give {_FORMATS}")
 
@@ -104,19 +112,36 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
     if (path / "run.json").exists():
         return _run(path, layout)
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
-    dumps = [entry for entry in files if rank_of(entry) is not None and _is_dump(entry)]
+    dumps = find_dumps(path)
+    others = [entry for entry in files if entry not in dumps]
+    calls = [entry for entry in others if looks_like_call_log(entry)]
+    logs = [entry for entry in others if entry not in calls and looks_like_training_log(entry)]
     if dumps:
-        return _flight_recorder(dumps, layout)
-    calls = [entry for entry in files if looks_like_call_log(entry)]
+        left = [*_left(calls, "call log"), *_left(logs, "training log")]
+        return _besides(_flight_recorder(dumps, layout), left)
     if calls:
-        return _call_log(calls, layout)
-    logs = [entry for entry in files if looks_like_training_log(entry)]
+        return _besides(_call_log(calls, layout), _left(logs, "training log"))
     if len(logs) == 1:
         return _training_log(logs[0])
     if logs:
         names = ", ".join(entry.name for entry in logs[:4])
         raise TraceError(f"{path}: holds {len(logs)} training logs ({names}, …); give one of them")
     raise TraceError(f"{path}: nothing in it is a trace that keepstep knows; give {_FORMATS}")
+
+
+def _left(files: Sequence[Path], kind: str) -> list[str]:
+    """A line that says which files of a folder were left, being of a kind that was not wanted."""
+    if not files:
+        return []
+    names = ", ".join(entry.name for entry in files[:3]) + (", …" if len(files) > 3 else "")
+    return [f"what is in {names} ({kind}), left aside; give it by itself"]
+
+
+def _besides(read: Analysis, left: Sequence[str]) -> Analysis:
+    """The analysis of one kind of trace, which says what was read and what was left, if anything was."""
+    if not left:
+        return read
+    return replace(read, missing=(*read.missing, *(f"{line} (read: {read.source})" for line in left)))
 
 
 def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
@@ -145,23 +170,14 @@ def _run(path: Path, layout: ParallelLayout | None) -> Analysis:
 def _incident(file: Path) -> Incident | str:
     """The incident in a file, or why it cannot be read."""
     try:
-        return incident_from_json(file.read_bytes(), where=str(file))
+        return read_incident(file)
     except RunError as error:
         return str(error)
 
 
-def _is_dump(path: Path) -> bool:
-    """Whether a file may be a flight recorder's dump: a pickle, JSON, or empty."""
-    with open(path, "rb") as file:
-        head = file.read(1)
-    return head in (_PICKLE, b"{", b"")
-
-
 def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> Analysis:
-    last = max(files, key=lambda file: rank_of(file) or 0)
-    _check(layout, last, (rank_of(last) or 0) + 1)
     dumps = read_dumps(files, layout.world_size if layout else 0)
-    _check(layout, last, dumps.world_size, dumps.listed)
+    _check(layout, files[0].parent, dumps.world_size, dumps.listed)
     nodes = dict.fromkeys(range(dumps.world_size), "")
     groups = dict(dumps.groups)
     if layout is not None:
@@ -188,12 +204,7 @@ def _completed(group: GroupInfo, layout: ParallelLayout) -> GroupInfo:
 
 
 def _training_log(path: Path) -> Analysis:
-    """The slowdowns in a training log, without culprits: it has iteration times of the whole job only."""
-    log = read_training_log(path)
-    numbers, times = zip(*log.iterations, strict=True)
-    missing = ("times per rank: a training log has the job's iteration time only",)
-    found = slow_episodes(times, numbers, f"{len(numbers)} iterations of {path.name}")
-    return Analysis("training log", tuple(replace(one, missing=missing) for one in found), log.missing)
+    return Analysis("training log", *in_training_log(read_training_log(path), path.name))
 
 
 def _call_log(paths: Sequence[Path], layout: ParallelLayout | None) -> Analysis:

@@ -1,6 +1,8 @@
 """MegaTrace call logs: when each rank's host called which communication function, one file a rank.
 
 [save_count 11] [1755590149.366929580] [Rank 0] Fun AllReduce Data 25165824 stream 0x55919d298060 opCount 3239
+[1746686438.086068203] [Rank 0] Fun AllReduce Data 1 stream 0x55f615683660
+[10.0.0.1] [n1] [save_count 9] [1768121799.082548236] [Rank 0] [PCI 0000:18:00.0] [Func ncclAllGather] [Data 33] …
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from keepstep.core.traced_operations import Call
 
 MOST_CALLS = 20_000_000
 _LINE = re.compile(
-    rb"\[save_count \d+\] \[(\d{1,12})\.(\d{1,9})\] \[Rank (\d{1,8})\] Fun (\w{1,64}) Data (\d{1,18}) "
-    rb"stream 0x[0-9a-fA-F]+ opCount \w+"
+    rb"\[(\d{1,12})\.(\d{1,9})\] \[Rank (\d{1,8})\](?: \[PCI [^\]]{0,40}\])? "
+    rb"\[?Func? (?:nccl)?(\w{1,64})\]? \[?Data (\d{1,18})(?=[\]\s])"
 )
 _LONGEST_LINE = 4096
+_HEAD_LINES = 64  # lines that are searched to recognise a log
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,11 @@ class CallLog:
 
 
 def looks_like_call_log(path: Path) -> bool:
-    """Whether a file, or a file in a tar archive, begins with a call."""
+    """Whether a call is among the first lines of a file, or of a file in a tar archive."""
     with contextlib.suppress(OSError, EOFError, tarfile.TarError):
-        return any(_LINE.match(line) for _, lines in _files(path) for line in itertools.islice(lines, 20))
+        return any(
+            _LINE.search(line) for _, lines in _files(path) for line in itertools.islice(lines, _HEAD_LINES)
+        )
     return False
 
 
@@ -49,16 +54,18 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
         TraceError: no call is in them.
     """
     found: dict[int, list[Call]] = {}
+    read = list(paths)
     missing: list[str] = []
     bad = total = 0
-    for path in paths:
+    for path in read:
         try:
             for name, lines in _files(path):
                 ranks_here: set[int] = set()
+                others = 0
                 for line in lines:
-                    parsed = _LINE.match(line)
+                    parsed = _LINE.search(line)
                     if parsed is None:
-                        bad += bool(line.strip())
+                        others += bool(line.strip())
                         continue
                     if total == MOST_CALLS:
                         raise TraceError(f"{path}: more than {MOST_CALLS} calls; give fewer steps")
@@ -67,13 +74,17 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
                     at_s = int(seconds) + int(fraction.ljust(9, b"0")) * 1e-9
                     ranks_here.add(int(rank))
                     found.setdefault(int(rank), []).append(Call(at_s, function.decode(), int(nbytes)))
+                if not ranks_here:
+                    missing.append(f"{name}: no call in it, not used")
+                    continue
+                bad += others
                 if len(ranks_here) > 1:
                     missing.append(f"{name}: holds calls of ranks {fold_ranks(ranks_here)}")
         except (OSError, EOFError, tarfile.TarError) as error:
             missing.append(f"{path.name}: ends early or cannot be read: {error}")
     if not found:
         raise TraceError(
-            "no line '[save_count …] [sec.nsec] [Rank r] Fun … Data … stream … opCount …' in the log"
+            f"{', '.join(path.name for path in read)}: no line '[sec.nsec] [Rank r] Fun … Data …' as of MegaTrace"
         )
     if bad:
         missing.append(f"{bad} lines are no calls")

@@ -185,6 +185,29 @@ def test_the_slow_rank_of_call_logs_and_its_episode(tmp_path: Path) -> None:
     assert (incident.relief_step or 0) - (incident.onset_step or 0) == 15
 
 
+@pytest.mark.parametrize("form", ["[save_count 1] {} stream 0x5585 opCount 1", "{} stream 0x5585"])
+def test_one_stalled_step_of_call_logs_and_the_logs_beside_them(tmp_path: Path, form: str) -> None:
+    logs = call_logs(40, range(0), {})
+    begun_s = logs[0][len(logs[0]) // 2].at_s
+    for rank, calls in logs.items():
+        # Rank 2 stands still for 2 s; the others wait for it, and go on after it.
+        late = {0: 2.2, 1: 2.21, 2: 2.0, 3: 2.22}[rank]
+        lines = [
+            form.format(f"[{at_s:.9f}] [Rank {rank}] Fun {call.function} Data {call.nbytes}") + "\n"
+            for call in calls
+            for at_s in (call.at_s + (late if call.at_s > begun_s else 0.0),)
+        ]
+        (tmp_path / f"rank_{rank}.log").write_text("".join(lines))
+    megatron_log(tmp_path / "training.log", [1.0] * 40)
+    (tmp_path / "notes.txt").write_text("hello\n")
+    found = analyze(tmp_path)
+    (incident,) = found.incidents
+    assert [culprit.rank for culprit in incident.culprits] == [2]
+    assert incident.relief_step == (incident.onset_step or 0) + 1
+    assert any("one stalled step" in line for line in incident.evidence)
+    assert any("training.log (training log), left aside" in line for line in found.missing)
+
+
 @with_samples
 @pytest.mark.parametrize(
     ("gone", "told"), [([3], "operations of ranks 12,28,44"), ([0], "operations of ranks 0")]

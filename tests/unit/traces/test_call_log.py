@@ -58,5 +58,29 @@ def test_no_call_in_it(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\x00\xffnothing\n")
     assert not looks_like_call_log(path)
-    with pytest.raises(TraceError, match="opCount"):
+    with pytest.raises(TraceError, match=r"log: no line .*MegaTrace"):
         read_call_log([path])
+
+
+FORMS = {
+    "[1746686438.086068203] [Rank 3] Fun AllReduce Data 25165824 stream 0x55f615683660": "AllReduce",
+    "[save_count 5] [1746686438.086068203] [Rank 3] Fun AllReduce Data 25165824 stream 0x562a9d0b5020 opCount 8 "
+    "groupHash -5956285979098587305": "AllReduce",
+    "[1746686438.086068203] [Rank 3] Fun Send Data 25165824": "Send",
+    "[job-9f34] [0] [10.254.1.137] [node201] [save_count 79] [1746686438.086068203] [Rank 3] [PCI 0000:18:00.0] "
+    "[Func ncclAllGather] [Data 25165824] [stream (nil)] [opCount 16932] [groupHash 0x8e5988b6aea85fa7]": "AllGather",
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_the_published_forms(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank_3.log"
+    path.write_text(text + "\n")
+    assert looks_like_call_log(path)
+    assert read_call_log([path]).calls == {3: (Call(1746686438.086068203, FORMS[text], 25165824),)}
+
+
+def test_a_file_without_a_call_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").write_text(line(0))
+    (tmp_path / "readme").write_text("two\nlines\n")
+    assert read_call_log(sorted(tmp_path.iterdir())).missing == ("readme: no call in it, not used",)
