@@ -5,6 +5,7 @@ A verb's module ``keepstep.cli.VERB`` holds ``main``: it takes the words after t
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,6 +30,9 @@ _ABOUT = "Watch a distributed PyTorch job from outside the script; name the rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code. User errors are one line on stderr and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding shows an arrow as \u2192
+            stream.reconfigure(errors="backslashreplace")
     from keepstep.core.errors import KeepstepError
     from keepstep.core.log_lines import one_line
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from keepstep.cli._parsing import Parser
 from keepstep.core.errors import RingError, RunError
+from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import read_incidents
 from keepstep.ring import RingReader
 from keepstep.traces import Run, open_run, write_chrome_trace
@@ -31,29 +32,40 @@ def main(argv: Sequence[str]) -> int:
         raise RunError(
             f"{run}: no rings saved yet; they are saved at each incident and at the end of the job"
         )
-    read = {rank: _read(rank, path) for rank, path in rings.items()}
-    ranks = {rank: spans for rank, spans in read.items() if spans is not None}
+    ranks: dict[int, list[Span]] = {}
+    left_out: list[str] = []
+    for rank, path in rings.items():
+        try:
+            ranks[rank] = _read(path)
+        except RingError as error:  # noqa: PERF203 - a damaged ring spoils no other
+            left_out.append(f"rank {rank} left out: {error}")
+    if not ranks:
+        raise RunError(f"{run}: none of its rings can be read: {left_out[0]}")
+    marks: list[tuple[float, str]] = []
     try:
-        count = write_chrome_trace(output, ranks, _marks(opened))
+        marks = list(_marks(opened))
+    except RunError as error:
+        left_out.append(f"marks of incidents left out: {error}")
+    try:
+        count = write_chrome_trace(output, ranks, marks)
     except OSError as error:
         raise RunError(
             f"{output}: cannot write the trace: {error.strerror}; name another file with -o"
         ) from error
+    for line in left_out:
+        print(f"keepstep: {one_line(line)}", file=sys.stderr)
     print(f"wrote {output}: {count} bars of {len(ranks)} ranks", file=sys.stderr)
     return 0
 
 
-def _read(rank: int, path: Path) -> list[Span] | None:
-    try:
-        reader = RingReader(str(path))
-        header, records = reader.header, reader.snapshot()
-        last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
-        now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
-        shift_ns = header.realtime_ns - header.monotonic_ns
-        return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
-    except RingError as error:
-        print(f"keepstep: rank {rank} left out: {error}", file=sys.stderr)
-        return None
+def _read(path: Path) -> list[Span]:
+    """The bars of a ring. Raises RingError."""
+    reader = RingReader(str(path))
+    header, records = reader.header, reader.snapshot()
+    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
+    now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
+    shift_ns = header.realtime_ns - header.monotonic_ns
+    return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
 
 
 def _marks(run: Run) -> Iterator[tuple[float, str]]:

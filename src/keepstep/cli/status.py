@@ -39,14 +39,23 @@ def show(run: str, *, json: bool) -> int:
     if json:
         print_json(found)
         return 0
-    print(one_line(_headline(opened, found)))
-    rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
-    print(_line(_COLUMNS))
-    for row in _folded(rows):
-        print(one_line(_line(row)))
-    for line in (*_checks(found), *_checkpoints(opened)):
+    try:
+        lines = _lines(opened, found)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(
+            f"{run}: its status is incomplete or of another version of keepstep ({type(error).__name__}: {error}); "
+            f"`keepstep status {run} --json` prints what is there"
+        ) from error
+    for line in lines:
         print(one_line(line))
     return 0
+
+
+def _lines(run: Run, found: dict[str, Any]) -> list[str]:
+    """All that is shown. Raises LookupError, TypeError, … for a status that is not as the controller writes it."""
+    rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
+    table = [_line(_COLUMNS), *(_line(row) for row in _folded(rows))]
+    return [_headline(run, found), *table, *_checks(found), *_checkpoints(run)]
 
 
 def _checks(found: dict[str, Any]) -> Iterator[str]:

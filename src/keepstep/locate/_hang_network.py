@@ -209,6 +209,11 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
         culprit = _link(known, (one, other), "medium", "network", "all entered, nothing comes through")
         return known.diagnosis((culprit,), {one, other}, first, (told,))
     missing = (f"between which of {fold_nodes(names)} nothing comes through: test them pair by pair",)
+    if names == [""]:
+        waiting = fold_ranks(ranks)
+        missing = (
+            f"which of ranks {waiting} holds up the others: their stacks, and on which nodes they are",
+        )
     return known.diagnosis((), set(), first, (told,), missing)
 
 

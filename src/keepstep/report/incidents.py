@@ -9,7 +9,9 @@ import msgspec
 
 from keepstep.core.errors import RunError
 from keepstep.core.incident import INCIDENT_SCHEMA, Incident
+from keepstep.core.regular_files import read_regular
 
+_MOST_BYTES = 16 << 20
 SCHEMA_ID = "https://keepstep.dev/schema/incident.json"
 
 
@@ -37,18 +39,25 @@ def incident_from_json(data: bytes, *, where: str = "incident") -> Incident:
                 f"read it with the keepstep that wrote it, or a newer one"
             )
         return msgspec.json.decode(data, type=Incident)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(f"{where}: is no incident of keepstep: {error}") from error
+
+
+def read_incident(path: Path) -> Incident:
+    """The incident in a file. Raises RunError as ``incident_from_json``, or because the file cannot be read."""
+    try:
+        return incident_from_json(read_regular(path, _MOST_BYTES), where=str(path))
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_incidents(folder: Path) -> list[Incident]:
     """All incidents in the folder ``RUN/incidents``, by number; none without such a folder.
 
     Raises:
-        RunError: a file in it is no incident, or newer than this keepstep.
+        RunError: a file in it is no incident, cannot be read, or is newer than this keepstep.
     """
-    paths = sorted(folder.glob("[0-9]*.json"))
-    found = [incident_from_json(path.read_bytes(), where=str(path)) for path in paths]
+    found = [read_incident(path) for path in sorted(folder.glob("[0-9]*.json"))]
     return sorted(found, key=lambda incident: incident.number)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from keepstep.core.errors import RunError
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
 from keepstep.report.folding import alike, shared_detail, span
@@ -20,6 +21,7 @@ _RIGHT = 74  # column at which the second half of a line begins
 _FOLDED = 64  # longest list of folded ranks that is printed
 _CULPRITS = 8  # most lines of culprits that are printed
 _EVIDENCE = 6  # most lines of evidence
+_LONGEST = 4000  # characters of a text that is folded into lines
 _ORDER = {"high": 0, "medium": 1, "low": 2}
 _STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
 
@@ -42,8 +44,21 @@ def render(
         run: the run's name, for the command in the last line.
         timeline: add a timeline, which then holds the actions, too.
         now_unix_s: the time now, to print how soon something will be done; without it the time of day is printed.
+
+    Raises:
+        RunError: a number in the incident cannot be shown, as only a damaged file has it.
     """
-    size = world or incident.world_size
+    try:
+        lines = _lines_of(incident, world or incident.world_size, run, timeline, now_unix_s)
+    except (ArithmeticError, ValueError, OSError) as error:  # as for the time of day of the year 10^300
+        raise RunError(
+            f"incident {incident.number:04d} holds a number that cannot be shown ({error}): its file was damaged; "
+            "see it with --json"
+        ) from error
+    return _shown(lines, color=color)
+
+
+def _lines_of(incident: Incident, size: int, run: str, timeline: bool, now_unix_s: float | None) -> list[str]:
     lines = [_line(incident.kind.upper(), _headline(incident))]
     lines += _culprits(incident)
     lines += _victims(incident, size)
@@ -58,7 +73,7 @@ def render(
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
     lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
-    return _shown(lines, color=color)
+    return lines
 
 
 def render_closing(incident: Incident, *, color: bool = False) -> str:
@@ -83,7 +98,9 @@ def _line(label: str, text: str) -> str:
 
 def _wrapped(label: str, text: str, column: str = "") -> list[str]:
     """Lines with ``text`` to the right of label and ``column``, which are in the first of them."""
-    first, *others = textwrap.wrap(text, WIDTH - _LABEL - len(column), break_on_hyphens=False) or [""]
+    first, *others = textwrap.wrap(
+        _cut(text, _LONGEST), WIDTH - _LABEL - len(column), break_on_hyphens=False
+    ) or [""]
     return [_line(label, column + first), *(_line("", " " * len(column) + piece) for piece in others)]
 
 

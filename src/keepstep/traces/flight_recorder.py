@@ -1,24 +1,22 @@
 """PyTorch flight-recorder dumps (versions 2.x): how far each rank's device is, from what its host has enqueued.
 
-Readable are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write, by an unpickler that makes
-plain data only, and their JSON form. The rank is the number at the end of the file's name, as torch names the files.
+Readable are the pickles that ``TORCH_NCCL_DUMP_ON_TIMEOUT`` and ``torch.distributed`` write, and their JSON form. The
+rank is in the file's name.
 
-Dumps of Gloo jobs list no members of groups, and their counts of enqueued operations include messages without entries.
-There, the members of a group are the ranks with entries of it, and counts are taken from the entries.
+Dumps of Gloo jobs list the members of the default group only, without its name, and of no group once there are others.
+Their counts of enqueued operations include messages without entries. There, the members of a group without a list are
+the ranks with entries of it, and counts are taken from the entries.
 """
 
 from __future__ import annotations
 
-import ast
-import io
-import json
-import pickle
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,19 +24,29 @@ from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
 from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
+from keepstep.traces.dump_files import MOST_RANKS, ranks_of
+from keepstep.traces.plain_data import MOST_BYTES, read_json, read_pickle
 from keepstep.traces.recorded_content import Content, content_of
 
-MOST_BYTES = 256 << 20
+MOST_CALLS = 200_000  # of a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
+_MOST_MEMBERS = 2 << 20  # of all groups of a dump together
+_MOST_NUMBER = 1 << 62  # of sequence numbers and times
+_MOST_LETTERS = 200  # of a name
+_MOST_LINES = 20  # on files that could not be used
+_APART_NS = 3_600_000_000_000  # between calls of one run and another: no hang is kept up for so long without a timeout
+_FAR = 1024  # ranks between a file's rank and the one before: then its number is no rank
 _NO_PHASE = -1
 _ENDED = 64  # calls of a group that are told
 _DEFAULT_GROUP = "default_pg"
-_NAME = re.compile(r"(\d+)(\.json|\.pickle|\.pkl)?$")
-_P2P = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
+_P2P = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})$")
+_RANKS = re.compile(r"[\[(]?((?:\s*\d{1,9}\s*,)*\s*\d{1,9}|)\s*,?\s*[\])]?")
+# torch's barrier on NCCL is an all-reduce of one element, and so named in older versions.
 _OPS: tuple[tuple[str, Op], ...] = (
-    ("reduce_scatter", Op.REDUCE_SCATTER), ("all_gather", Op.ALLGATHER), ("allgather", Op.ALLGATHER),
-    ("all_to_all", Op.ALLTOALL), ("alltoall", Op.ALLTOALL), ("all_reduce", Op.ALLREDUCE),
-    ("allreduce", Op.ALLREDUCE), ("barrier", Op.BARRIER), ("broadcast", Op.BROADCAST), ("gather", Op.GATHER),
+    ("barrier", Op.BARRIER), ("reduce_scatter", Op.REDUCE_SCATTER), ("all_gather", Op.ALLGATHER),
+    ("allgather", Op.ALLGATHER), ("all_to_all", Op.ALLTOALL), ("alltoall", Op.ALLTOALL), ("all_reduce", Op.ALLREDUCE),
+    ("allreduce", Op.ALLREDUCE), ("broadcast", Op.BROADCAST), ("gather", Op.GATHER),
     ("scatter", Op.SCATTER), ("reduce", Op.REDUCE), ("send", Op.SEND), ("recv", Op.RECV),
 )  # fmt: skip
 
@@ -77,45 +85,44 @@ class _Dump:
     entries: Sequence[_Entry]
 
 
-def rank_of(path: Path) -> int | None:
-    """The rank that a dump is named after; None when the name ends with no number."""
-    found = _NAME.search(path.name)
-    return int(found[1]) if found else None
-
-
 def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
     """Read the dumps of one job, one file a rank. ``least_ranks``: a known lower bound of the number of ranks.
 
     Raises:
-        TraceError: two different files are of one rank, or none can be used.
+        TraceError: two different files are of one rank, the files are of several runs, or none can be used.
     """
     missing: list[str] = []
     dumps: dict[int, _Dump] = {}
     files: dict[int, Path] = {}
-    for path in sorted(paths):
-        rank = rank_of(path)
+    unread: set[int] = set()
+    for path, rank in ranks_of(sorted(paths)).items():
         if rank is None:
-            missing.append(f"{path.name}: its name does not end with a rank")
+            missing.append(f"{path.name}: its name does not tell its rank; rename it to dump_RANK")
             continue
-        if rank in files:
-            if files[rank].read_bytes() == path.read_bytes():
-                missing.append(f"rank {rank}: {path.name} is the same as {files[rank].name}, not used")
-                continue
-            raise TraceError(
-                f"{path}: rank {rank} has another dump, {files[rank].name}; keep those of one hang"
-            )
-        files[rank] = path
         try:
-            dumps[rank] = _parse(_load(path), rank)
+            dump = _parse(_load(path), rank)
         except TraceError as error:
-            missing.append(f"rank {rank}: {' '.join(str(error).split())}")  # it may hold damaged bytes
+            missing.append(
+                f"rank {rank}: {path.name} {' '.join(str(error).split())}"
+            )  # it may hold damaged bytes
+            unread.add(rank)
+            continue
+        if rank not in files:
+            dumps[rank], files[rank] = dump, path
+        elif dumps[rank] == dump:
+            missing.append(f"rank {rank}: {path.name} is the same as {files[rank].name}, not used")
+        else:
+            raise TraceError(_two_of_one_rank(rank, files[rank], path))
+    if len(missing) > _MOST_LINES:
+        missing[_MOST_LINES:] = [f"{len(missing) - _MOST_LINES} more files could not be used"]
+    for find in (_strangers, _earlier_or_later, _far_away):
+        for rank, why in find(dumps).items():
+            missing.append(f"rank {rank}: {files[rank].name} {why}")
+            del dumps[rank], files[rank]
     if not dumps:
         raise TraceError(
             "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
         )
-    for rank, why in _strangers(dumps).items():
-        missing.append(f"rank {rank}: {files[rank].name} {why}")
-        del dumps[rank]
     groups: dict[str, GroupInfo] = {}
     for dump in dumps.values():
         groups.update(dump.groups)
@@ -130,10 +137,21 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
             f"ranks {fold_ranks(empty)}: their dumps are empty, as when the interpreter is held up"
         )
     told = {rank: dump for rank, dump in dumps.items() if rank not in empty}
-    absent = sorted(set(range(world)) - set(files))
+    absent = sorted(set(range(world)) - set(files) - unread)
     if absent:
         missing.append(f"ranks {fold_ranks(absent)}: no dump")
     return Dumps(_states(told, groups), groups, world, tuple(missing), listed, inferred)
+
+
+def _two_of_one_rank(rank: int, one: Path, other: Path) -> str:
+    """What to do about two different dumps of a rank."""
+    if one.parent == other.parent:
+        return f"{other}: rank {rank} has another dump, {one.name}; keep those of one hang"
+    folders = f"{one.parent.name}/{one.name} and {other.parent.name}/{other.name}"
+    return (
+        f"{one.parent.parent}: {folders} are different dumps of rank {rank}; give one of the folders, or, if each is "
+        "of a node of one job, rename the files by the job's ranks"
+    )
 
 
 def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
@@ -154,6 +172,66 @@ def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
             everybody = {member for info in known for member in info.members}
             found[rank] = f"is of no rank {rank}: its groups have ranks {fold_ranks(everybody)}; rename it"
     return found if len(found) < len(dumps) else {}
+
+
+def _earlier_or_later(dumps: Mapping[int, _Dump]) -> dict[int, str]:
+    """Ranks whose calls were all made long before or after those of most ranks, and how that is told.
+
+    Raises:
+        TraceError: the ranks are of several runs, and none of these has the most.
+    """
+    times = sorted(
+        (dump.entries[0].created_ns, dump.entries[-1].created_ns, rank)
+        for rank, dump in dumps.items()
+        if dump.entries and dump.entries[0].created_ns
+    )
+    runs: list[list[int]] = []
+    until_ns = 0
+    for first_ns, last_ns, rank in times:
+        if not runs or first_ns > until_ns + _APART_NS:
+            runs.append([])
+        runs[-1].append(rank)
+        until_ns = max(until_ns, last_ns)
+    if len(runs) < 2:
+        return {}
+    last_ns = {rank: dumps[rank].entries[-1].created_ns for run in runs for rank in run}
+    *_, second, first = sorted(runs, key=len)
+    if len(second) == len(first):
+        told = "; ".join(
+            f"ranks {fold_ranks(run)} until {_utc(max(last_ns[r] for r in run))}" for run in runs
+        )
+        raise TraceError(f"the dumps are of several runs: {told}; keep those of one")
+    usual = _utc(max(last_ns[rank] for rank in first))
+    return {
+        rank: f"is of another run: its last call was made at {_utc(last_ns[rank])}, that of the others at {usual}"
+        for run in runs
+        if run is not first
+        for rank in run
+        if not _keeps_up(dumps[rank], [dumps[one] for one in first])
+    }
+
+
+def _keeps_up(dump: _Dump, others: Sequence[_Dump]) -> bool:
+    """Whether a rank that made no call for long is where others are in all its groups: it had nothing to do there."""
+    return all(any(one.counts.get(group) == its for one in others) for group, its in dump.counts.items())
+
+
+def _utc(time_ns: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_ns // 10**9))
+    except (OverflowError, ValueError, OSError):
+        return f"{time_ns} ns"
+
+
+def _far_away(dumps: Mapping[int, _Dump]) -> dict[int, str]:
+    """Ranks that no group lists and that are far from all others, as a date in a file's name is."""
+    listed = {rank for dump in dumps.values() for info in dump.groups.values() for rank in info.members}
+    ranks = sorted(rank for rank in dumps if rank not in listed)
+    found: dict[int, str] = {}
+    for before, rank in zip([max(listed, default=-1), *ranks], ranks, strict=False):
+        if found or (before >= 0 and rank > 2 * before + _FAR):
+            found[rank] = "has a number far from the other ranks in its name; rename it to dump_RANK"
+    return found
 
 
 def _members(info: GroupInfo, dumps: Mapping[int, _Dump], world: int) -> tuple[int, ...]:
@@ -246,62 +324,47 @@ def _usual(entry: _Entry, entries: Sequence[_Entry]) -> int:
 
 
 def _load(path: Path) -> Any:
-    """The content of a dump as plain data."""
+    """The content of a dump as plain data. Errors go on after the file's name."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise TraceError(f"{path.name} has {size} bytes, more than the {MOST_BYTES} that a dump may have")
-        data = path.read_bytes()
+        data = read_regular(path, MOST_BYTES)
     except OSError as error:
-        raise TraceError(f"{path.name} cannot be read: {error.strerror}") from error
+        raise TraceError(f"cannot be read: {error.strerror}") from error
     if not data:
-        raise TraceError(f"{path.name} is empty: its process was killed before it could write it")
-    try:
-        if data[:1] in (b"{", b"["):
-            return json.loads(data)
-        return _PlainUnpickler(io.BytesIO(data)).load()
-    except (MemoryError, RecursionError) as error:
-        raise TraceError(f"{path.name} is no flight-recorder dump ({type(error).__name__})") from error
-    except TraceError:
-        raise
-    except Exception as error:
-        cut = isinstance(error, EOFError) or "truncated" in str(error) or "ran out" in str(error).lower()
-        what = "was cut short" if cut else "is neither a pickle nor JSON"
-        raise TraceError(f"{path.name} {what}: {str(error)[:80] or type(error).__name__}") from error
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles lists, dicts, strings and numbers only: a dump holds nothing else."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise TraceError(f"holds an object of {module_name}.{global_name}: no flight-recorder dump does")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise TraceError("refers to data outside of it: no flight-recorder dump does")
+        raise TraceError("is empty: its process was killed before it could write it")
+    return read_json(data) if data[:1] in (b"{", b"[") else read_pickle(data)
 
 
 def _parse(content: Any, rank: int) -> _Dump:
     if not isinstance(content, dict) or "entries" not in content:
         raise TraceError("is no flight-recorder dump: it has no entries")
     dump = cast("dict[str, Any]", content)
-    version = str(dump.get("version", "unknown"))
+    version = dump.get("version", "unknown")
+    if not isinstance(version, str):
+        raise TraceError("is no flight-recorder dump: its version is no text")
     if not version.startswith("2."):
-        raise TraceError(f"has dump version {version}; versions 2.x are understood")
+        raise TraceError(f"has dump version {version[:20]}; versions 2.x are understood")
     try:
-        groups = _groups(dump.get("pg_config") or {})
+        groups, unnamed = _groups(dump.get("pg_config") or {})
         raw: list[dict[str, Any]] = list(dump["entries"] or ())
+        if len(raw) > MOST_CALLS:
+            raise TraceError(
+                f"has {len(raw)} calls, of which {MOST_CALLS} are read; set TORCH_FR_BUFFER_SIZE lower"
+            )
         status: Mapping[Any, Any] = dump.get("pg_status") or {}
         if not groups:
-            groups, status = _unlisted(raw), {}
+            groups, status = _unlisted(raw, unnamed), {}
         names = _names(groups, status, raw)
         counts = _counts(status, names, groups)
         entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
         entries.sort(key=lambda one: (one.created_ns, one.seq))
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
-    told = {key: [entry for entry in entries if entry.group == key and entry.peer < 0] for key in groups}
+    told: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        if entry.peer < 0:
+            told.setdefault(entry.group, []).append(entry)
     for key, own in told.items():
-        if own and key not in counts:  # as in dumps of older versions
+        if key not in counts:  # as in dumps of older versions
             done = [entry.seq for entry in own if entry.done]
             first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
             counts[key] = max(entry.seq for entry in own), first_open - 1
@@ -313,27 +376,56 @@ def _parse(content: Any, rank: int) -> _Dump:
     )
 
 
-def _groups(config: Mapping[Any, Mapping[str, Any]]) -> dict[str, GroupInfo]:
+def _groups(config: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[str, GroupInfo], tuple[int, ...]]:
+    """The groups that are listed by name, and the members of one without a name, which is Gloo's default group."""
     found: dict[str, GroupInfo] = {}
+    unnamed: tuple[int, ...] = ()
+    total = 0
     for key, one in config.items():
-        ranks = one.get("ranks", "[]")
-        members = tuple(int(rank) for rank in (ast.literal_eval(ranks) if isinstance(ranks, str) else ranks))
-        if not key and not members:
-            continue  # Gloo writes such a group
-        if any(rank < 0 or rank >= 1 << 24 for rank in members):
-            raise ValueError(f"group {key} has impossible ranks")
-        desc = str(one.get("desc", ""))
-        found[str(key)] = _group(str(key), members, desc)
-    return found
+        members = _ranks(one.get("ranks", "[]"))
+        total += len(members)
+        if any(rank < 0 or rank >= MOST_RANKS for rank in members) or total > _MOST_MEMBERS:
+            raise ValueError(f"group {_name(key)} has impossible ranks")
+        if not key:
+            unnamed = members
+        else:
+            found[_name(key)] = _group(_name(key), members, _name(one.get("desc", "")))
+    return found, unnamed
 
 
-def _unlisted(entries: Sequence[Mapping[str, Any]]) -> dict[str, GroupInfo]:
-    """The groups named in entries, without members."""
+def _ranks(listed: Any) -> tuple[int, ...]:
+    """The members of a group, which a dump lists as text."""
+    if isinstance(listed, str):
+        found = _RANKS.fullmatch(listed.strip())
+        if found is None:
+            raise ValueError(f"{listed[:20]!r} is no list of ranks")
+        listed = found[1].split(",") if found[1] else ()
+    return tuple(int(rank) for rank in listed)
+
+
+def _name(value: Any) -> str:
+    """A short text or a number, as text. Raises ValueError for anything else."""
+    if not isinstance(value, (str, int)):
+        raise ValueError(f"a {type(value).__name__} is where a name should be")
+    return str(value)[:_MOST_LETTERS]
+
+
+def _whole(value: Any) -> int:
+    """A sequence number or time. Raises ValueError for anything else."""
+    number = int(value)
+    if not -1 <= number < _MOST_NUMBER:
+        raise ValueError(f"{str(value)[:40]} is no number of a call, and no time")
+    return number
+
+
+def _unlisted(entries: Sequence[Mapping[str, Any]], default: tuple[int, ...]) -> dict[str, GroupInfo]:
+    """The groups named in entries, without members but for those of the ``default`` group, where they are known."""
     found: dict[str, GroupInfo] = {}
     for entry in entries:
-        key, desc = (str(word) for word in entry["process_group"][:2])
-        desc = "" if desc == "undefined" else desc
-        found[key] = _group(key, (), desc)
+        key, desc = (_name(word) for word in entry["process_group"][:2])
+        if key not in found:
+            desc = "" if desc == "undefined" else desc
+            found[key] = _group(key, default if desc == _DEFAULT_GROUP else (), desc)
     return found
 
 
@@ -349,8 +441,8 @@ def _names(
     Entries hold both. Groups without an entry are matched by order: numbers and numeric names both grow as groups are
     made.
     """
-    told = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
-    numbers = [str(key) for key in status]
+    told = {_name(entry["pg_id"]): _name(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
+    numbers = [_name(key) for key in status]
     if len(numbers) == len(groups) and all(word.isdigit() for word in (*numbers, *groups)):
         ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=True))
         if all(ordered.get(number) == name for number, name in told.items()):
@@ -362,16 +454,16 @@ def _counts(
     status: Mapping[Any, Mapping[str, Any]], names: Mapping[str, str], groups: Mapping[str, GroupInfo]
 ) -> dict[str, tuple[int, int]]:
     return {
-        names[str(key)]: (int(one["last_enqueued_collective"]), int(one["last_completed_collective"]))
+        names[_name(key)]: (_whole(one["last_enqueued_collective"]), _whole(one["last_completed_collective"]))
         for key, one in status.items()
-        if names.get(str(key)) in groups
+        if names.get(_name(key)) in groups
     }
 
 
 def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int) -> _Entry | None:
     """An entry; None for an operation of an unknown kind, or of a group that the dump does not describe."""
-    group = str(entry["process_group"][0])
-    title = str(entry["profiling_name"]).split(":", 1)[-1]
+    group = _name(entry["process_group"][0])
+    title = _name(entry["profiling_name"]).split(":", 1)[-1]
     op = next((op for word, op in _OPS if word in title.lower()), None)
     if op is None or group not in groups:
         return None
@@ -386,6 +478,8 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
             told = f"has messages of {group}, which is between ranks {fold_ranks(members)}"
             raise TraceError(f"{told}: the dump of another rank under this rank's name")
         peer = members[there if here == members.index(rank) else here]
-    seq = int(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
+    seq = _whole(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"
-    return _Entry(group, op, peer, seq, int(entry.get("time_created_ns") or 0), done, content_of(entry, op))
+    return _Entry(
+        group, op, peer, seq, _whole(entry.get("time_created_ns") or 0), done, content_of(entry, op)
+    )

@@ -26,6 +26,10 @@ _FROM_SOURCE = re.compile(
 )
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)")
 _MOST_FRAMES = 256
+_MOST_SIZES = 64  # dimensions of a tensor
+_MOST_ELEMENTS = 1 << 56
+_MOST_LINES = 1 << 31  # of a file
+_MOST_LETTERS = 1024  # of a file's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Content:
 def content_of(entry: Mapping[str, Any], op: Op) -> Content:
     """The content of an entry; what is not in it, or damaged, is left out."""
     site = _site(entry.get("frames"))
+    if op is Op.BARRIER:
+        return Content(site=site)
     brought, got = _elements_in(entry.get("input_sizes")), _elements_in(entry.get("output_sizes"))
     element = _element(entry.get("input_dtypes")) or _element(entry.get("output_dtypes"))
     if op in (Op.GATHER, Op.ALLTOALL):
@@ -60,17 +66,20 @@ def _elements_in(sizes: Any) -> int | None:
     total = 0
     for size in cast("Sequence[Any]", sizes):
         numbers = cast("Sequence[Any]", size) if isinstance(size, (list, tuple)) else None
-        if numbers is None or not all(isinstance(number, int) and number >= 0 for number in numbers):
+        if numbers is None or len(numbers) > _MOST_SIZES:
+            return None
+        if not all(isinstance(number, int) and 0 <= number < _MOST_ELEMENTS for number in numbers):
             return None
         total += math.prod(numbers)
-    return total
+    return total if total < _MOST_ELEMENTS else None
 
 
 def _element(types: Any) -> str:
     """The type of the first tensor by its name in Python, "" for one without a known name."""
     if not isinstance(types, (list, tuple)) or not types:
         return ""
-    name = str(cast("Sequence[Any]", types)[0]).lower()
+    first = cast("Sequence[Any]", types)[0]
+    name = first.lower() if isinstance(first, str) else ""
     name = _ELEMENTS.get(name, name)
     return name if name in ELEMENTS else ""
 
@@ -82,13 +91,19 @@ def _site(frames: Any) -> str:
         if not isinstance(frame, Mapping):
             return ""
         told = cast("Mapping[str, Any]", frame)
-        file, line, name = str(told.get("filename", "")), told.get("line"), str(told.get("name", ""))
+        file, line, name = _text(told.get("filename")), told.get("line"), _text(told.get("name"))
         package = _package(file)
         if package in LIBRARIES:
             through, inner = package, inner or name
         elif package not in _BETWEEN and not file.startswith("<") and not _STANDARD_LIBRARY.search(file):
-            return site_text(file, line, name, through, inner) if isinstance(line, int) else ""
+            if not isinstance(line, int) or not 0 <= line < _MOST_LINES:
+                return ""
+            return site_text(file, line, name, through, inner)
     return ""
+
+
+def _text(value: Any) -> str:
+    return value[:_MOST_LETTERS] if isinstance(value, str) else ""
 
 
 def _package(file: str) -> str:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from keepstep.core.errors import RunError
+from keepstep.core.process_mark import is_alive
+from keepstep.core.regular_files import open_regular, read_regular
 from keepstep.core.summary import IterationSummary
+
+_MOST_JSON_BYTES = 64 << 20
+_LONGEST_LINE = 4 << 20
+_MOST_LOG_BYTES = 80 << 20  # of one log of iterations, which agents keep below 64 MiB
+_MOST_RANKS = 1 << 20
+_MOST_STEPS = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +55,33 @@ class Run:
     def rings(self) -> dict[int, Path]:
         """Paths of rings by rank: live ones of a job that runs on this host, else saved ones."""
         found: dict[int, Path] = {}
-        live: dict[str, str] = self.describe().get("rings") or {}
-        for rank, path in live.items():
-            if Path(path).exists():
+        described = self.describe()
+        live: Any = described.get("rings") or {}
+        if not isinstance(live, dict):
+            raise RunError(f"{self.path / 'run.json'}: its rings are no table of ranks; it was edited")
+        for rank, path in cast("dict[str, Any]", live).items() if self._lives_here(described) else ():
+            if re.fullmatch(r"\d{1,7}", rank, re.ASCII) and isinstance(path, str) and os.path.exists(path):
                 found[int(rank)] = Path(path)
         for path in sorted((self.path / "rings").glob("rank-*.ring")):
-            match = re.fullmatch(r"rank-(\d+)\.ring", path.name)
+            match = re.fullmatch(r"rank-(\d{1,7})\.ring", path.name, re.ASCII)
             if match and int(match[1]) not in found:
                 found[int(match[1])] = path
         return found
 
+    def _lives_here(self, described: dict[str, Any]) -> bool:
+        """Whether the run's launcher lives, and is seen from here: else its paths are those of other processes."""
+        here = described.get("host") == os.uname().nodename and self.end() is None
+        return here and is_alive(described.get("launcher"))
+
     def iterations(self, broken: Counter[Path] | None = None) -> Iterator[IterationSummary]:
         """All finished steps of all ranks, with Unix times. Lines that cannot be read are counted in ``broken``."""
         for path in sorted(self.path.glob("nodes/*/iterations*.jsonl*")):
-            with path.open("rb") as lines:
-                for line in lines:
-                    found = _iterations_of(line)
-                    if found is not None:
-                        yield from found
-                    elif broken is not None:
-                        broken[path] += 1
+            for line in _lines(path):
+                found = _iterations_of(line)
+                if found is not None:
+                    yield from found
+                elif broken is not None:
+                    broken[path] += 1
 
 
 def open_run(path: str | Path) -> Run:
@@ -77,31 +94,61 @@ def open_run(path: str | Path) -> Run:
     raise RunError(f"{path}: no run folder (no run.json in it); {hint}")
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a log; an empty one where it cannot be read, or is not read on."""
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(_LONGEST_LINE):
+                yield line
+                if file.tell() > _MOST_LOG_BYTES:
+                    yield b""
+                    return
+    except OSError:
+        yield b""
+
+
 def _iterations_of(line: bytes) -> list[IterationSummary] | None:
     try:
         row = msgspec.json.decode(line)
         step = int(row["step"])
-        return [
-            IterationSummary(
-                rank=int(rank),
-                step=step,
-                start_s=float(cells["t"]),
-                duration_s=float(cells["d"]),
-                self_s=float(cells.get("self", 0.0)),
-                blocked_s=float(cells.get("blocked", 0.0)),
-            )
-            for rank, cells in row["ranks"].items()
-        ]
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
+        if not 0 <= step < _MOST_STEPS:
+            return None
+        return [_iteration(int(rank), step, cells) for rank, cells in row["ranks"].items()]
+    except (
+        msgspec.DecodeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ):
         return None
+
+
+def _iteration(rank: int, step: int, cells: dict[str, Any]) -> IterationSummary:
+    times = [
+        float(cells["t"]),
+        float(cells["d"]),
+        float(cells.get("self", 0.0)),
+        float(cells.get("blocked", 0.0)),
+    ]
+    if not 0 <= rank < _MOST_RANKS or not all(map(math.isfinite, times)) or min(times) < 0:
+        raise ValueError(rank)
+    start_s, duration_s, self_s, blocked_s = times
+    return IterationSummary(
+        rank=rank, step=step, start_s=start_s, duration_s=duration_s, self_s=self_s, blocked_s=blocked_s
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES), type=dict[str, Any])
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(
             f"{path}: not the JSON that keepstep writes ({error}); the file was cut or edited"
         ) from error

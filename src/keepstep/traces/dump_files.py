@@ -1,0 +1,100 @@
+"""Which files of a folder are flight-recorder dumps, and of which ranks they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from keepstep.core.errors import TraceError
+from keepstep.core.regular_files import open_regular
+
+MOST_RANKS = 1 << 20  # a number from here on is a date or a process id, not a rank
+MOST_FILES = 1 << 17  # of one folder
+_RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_.=-]?(\d{1,9})", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
+_AT_THE_END = re.compile(r"\d\.?(json|pickle|pkl)?$")
+_HEAD_BYTES = 4096
+_PICKLE = b"\x80"
+_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')  # one of them is near the beginning of a dump in JSON
+
+
+def find_dumps(folder: Path) -> list[Path]:
+    """The dumps in a folder, or, where there are none, those one folder deeper (as a folder a node); else empty.
+
+    Raises:
+        TraceError: a folder cannot be listed, or has too many files.
+    """
+    files, folders = _listed(folder)
+    found = _dumps(files)
+    if not found:
+        found = [dump for below in folders for dump in _dumps(_listed(below)[0])]
+    return found or [path for path in files if _AT_THE_END.search(path.name) and path.stat().st_size == 0]
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file begins as a dump does: as a pickle, or as JSON with a dump's keys."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head[:1] == _PICKLE or (head[:1] == b"{" and any(key in head for key in _KEYS))
+
+
+def ranks_of(paths: Iterable[Path]) -> dict[Path, int | None]:
+    """The rank of each dump by its name; None for a name that does not tell it.
+
+    It is the number after the word "rank". In names without this word it is the number that differs most among the
+    names which are otherwise alike, the last one of several such numbers.
+    """
+    found: dict[Path, int | None] = {}
+    alike: dict[str, list[Path]] = {}
+    for path in paths:
+        word = _RANK.search(path.name)
+        found[path] = int(word[1]) if word and int(word[1]) < MOST_RANKS else None
+        if word is None:
+            alike.setdefault(_shape(path), []).append(path)
+    for some in alike.values():
+        found.update(zip(some, _numbered(some), strict=True))
+    return found
+
+
+def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files and the folders in a folder, sorted by name."""
+    files: list[Path] = []
+    folders: list[Path] = []
+    try:
+        for number, entry in enumerate(folder.iterdir()):
+            if number == MOST_FILES:
+                raise TraceError(
+                    f"{folder}: has more than {MOST_FILES} files; give a folder with the dumps only"
+                )
+            (folders if entry.is_dir() else files).append(entry)
+    except OSError as error:
+        raise TraceError(f"{folder}: cannot be listed: {error.strerror}") from error
+    return sorted(files), sorted(folders)
+
+
+def _dumps(files: Sequence[Path]) -> list[Path]:
+    """The dumps among files. A file that is empty or damaged is one if it is named like one that is not."""
+    numbered = [path for path in files if _NUMBER.search(path.name) and path.is_file()]
+    sound = {path for path in numbered if is_dump(path)}
+    shapes = {_shape(path) for path in sound}
+    return [path for path in numbered if path in sound or _shape(path) in shapes]
+
+
+def _shape(path: Path) -> str:
+    return _NUMBER.sub("#", path.name)
+
+
+def _numbered(paths: Sequence[Path]) -> list[int | None]:
+    """The ranks of files whose names differ in numbers only."""
+    columns: list[tuple[tuple[int, bool, int], list[int | None]]] = []
+    rows = [[int(word) if len(word) < 10 else MOST_RANKS for word in _NUMBER.findall(p.name)] for p in paths]
+    for place, column in enumerate(zip(*rows, strict=True)):
+        ranks = [number if number < MOST_RANKS else None for number in column]
+        distinct = {rank for rank in ranks if rank is not None}
+        dense = max(distinct, default=0) < 16 * len(paths) + 1024  # as ranks are, and process ids are not
+        columns.append(((len(distinct), dense, place), ranks))
+    return max(columns)[1] if columns else [None] * len(paths)
