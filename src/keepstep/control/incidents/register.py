@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.effects import Effect, Say, Send, WriteIncident
+from keepstep.control.effects import Effect, Say, Send, Tell, WriteIncident
 from keepstep.control.incidents.hang_evidence import END_HUNG, Patience, blamed_by, hang_outlook
+from keepstep.control.incidents.talk import Saying, Talk
 from keepstep.control.membership.reforming import Reforming
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident
 from keepstep.core.summary import RankState
 from keepstep.wire.messages import SaveRings
-
-Saying = Literal["verdict", "sharper", "acts", "closes", ""]  # what of an incident is printed
 
 _NO_STEP = 1 << 62
 _SAVE_ALL_RANKS = 1024  # in larger jobs only the rings of blamed nodes are saved
@@ -43,7 +41,7 @@ class Register:
         self.newest_number = 0  # the highest incident number given out in this run
         self.now_s = 0.0  # the time of the last tick
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
-        self._patience = patience
+        self._patience, self._talk = patience, Talk()
         self._effects, self._unix_s = effects, unix_s
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
         self.ended: dict[
@@ -93,10 +91,13 @@ class Register:
         at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
         incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
         self._effects.append(WriteIncident(incident))
-        if say:
-            self._effects.append(Say(incident, say))
-        if say == "verdict":
-            self._save_rings(incident)
+        if told := self._talk.tells(incident, say, self.now_s):
+            if told == "verdict" and (untold := self._talk.take_untold()):
+                count = f"{untold} slowdowns" if untold > 1 else "1 slowdown"
+                self._effects.append(Tell(f"{count} before this one not told: keepstep report has them"))
+            self._effects.append(Say(incident, told))
+            if told == "verdict":
+                self._save_rings(incident)
         if incident.onset_step is not None and incident.kind == "slow":
             change = incident.onset_step if incident.relief_step is None else incident.relief_step
             if change not in self._changes:
