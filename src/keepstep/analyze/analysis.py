@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incident
 from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
-from keepstep.traces.dump_files import find_dumps, is_dump
+from keepstep.traces.dump_files import find_dumps, is_dump, ranks_of
 from keepstep.traces.flight_recorder import read_dumps
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
 from keepstep.traces.training_log import looks_like_training_log, read_training_log
@@ -53,7 +54,9 @@ def analyze(path: Path, layout: ParallelLayout | None = None) -> Analysis:
     try:
         found = _judge(path, layout)
     except OSError as error:
-        raise TraceError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
+        raise TraceError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: what is compressed in it is damaged: {error}") from error
     except MemoryError as error:
         raise TraceError(f"{path}: needs more memory than this process may have") from error
     if layout is None:
@@ -177,7 +180,9 @@ def _incident(file: Path) -> Incident | str:
 
 def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> Analysis:
     dumps = read_dumps(files, layout.world_size if layout else 0)
-    _check(layout, files[0].parent, dumps.world_size, dumps.listed)
+    highest = max((state.rank for state in dumps.states), default=-1)
+    last = next((path for path, rank in ranks_of(files).items() if rank == highest), files[0].parent)
+    _check(layout, last, dumps.world_size, dumps.listed)
     nodes = dict.fromkeys(range(dumps.world_size), "")
     groups = dict(dumps.groups)
     if layout is not None:
@@ -225,6 +230,8 @@ def _operation_table(path: Path, layout: ParallelLayout | None) -> Analysis:
     if absent := _absent(graph.stage_of):
         missing = (*missing, f"{path.name}: operations of ranks {fold_ranks(absent)}")
     found = what_if(graph)
+    if found.ideal_s <= 0:
+        raise TraceError(f"{path}: its operations take no time, so none can be slow; the durations are lost")
     if found.slowdown < _SLOW:
         return Analysis("operation table", (), missing)
     culprits, told = _straggler(found, graph.stage_of)

@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import itertools
 import re
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import IO
 from keepstep.core.errors import TraceError
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.traced_operations import Call
+from keepstep.traces.log_text import text_lines
 
 MOST_CALLS = 20_000_000
+_MOST_RANKS = 1 << 20
 _LINE = re.compile(
     rb"\[(\d{1,12})\.(\d{1,9})\] \[Rank (\d{1,8})\](?: \[PCI [^\]]{0,40}\])? "
-    rb"\[?Func? (?:nccl)?(\w{1,64})\]? \[?Data (\d{1,18})(?=[\]\s])"
+    rb"\[?Func? (?:nccl)?(\w{1,64})\]? \[?Data (\d{1,18})(?=[\]\s]|$)"
 )
 _LONGEST_LINE = 4096
 _HEAD_LINES = 64  # lines that are searched to recognise a log
@@ -40,7 +42,7 @@ class CallLog:
 
 def looks_like_call_log(path: Path) -> bool:
     """Whether a call is among the first lines of a file, or of a file in a tar archive."""
-    with contextlib.suppress(OSError, EOFError, tarfile.TarError):
+    with contextlib.suppress(OSError, EOFError, zlib.error, tarfile.TarError):
         return any(
             _LINE.search(line) for _, lines in _files(path) for line in itertools.islice(lines, _HEAD_LINES)
         )
@@ -64,7 +66,7 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
                 others = 0
                 for line in lines:
                     parsed = _LINE.search(line)
-                    if parsed is None:
+                    if parsed is None or int(parsed[3]) >= _MOST_RANKS:
                         others += bool(line.strip())
                         continue
                     if total == MOST_CALLS:
@@ -80,7 +82,7 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
                 bad += others
                 if len(ranks_here) > 1:
                     missing.append(f"{name}: holds calls of ranks {fold_ranks(ranks_here)}")
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
             missing.append(f"{path.name}: ends early or cannot be read: {error}")
     if not found:
         raise TraceError(
@@ -105,12 +107,9 @@ def _files(path: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
                     with file:
                         yield member.name, _lines(file)
         return
-    with open(path, "rb") as raw:
-        zipped = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if zipped else open(path, "rb") as file:
-        yield path.name, _lines(file)
+    yield path.name, (line[:_LONGEST_LINE] for line in text_lines(path))
 
 
-def _lines(file: IO[bytes] | gzip.GzipFile) -> Iterator[bytes]:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
     while line := file.readline(_LONGEST_LINE):
         yield line

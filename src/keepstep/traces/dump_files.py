@@ -29,7 +29,11 @@ def find_dumps(folder: Path) -> list[Path]:
     found = _dumps(files)
     if not found:
         found = [dump for below in folders for dump in _dumps(_listed(below)[0])]
-    return found or [path for path in files if _AT_THE_END.search(path.name) and path.stat().st_size == 0]
+    return found or [path for path in files if _AT_THE_END.search(path.name) and _is_empty(path)]
+
+
+def _is_empty(path: Path) -> bool:
+    return path.exists() and path.stat().st_size == 0
 
 
 def is_dump(path: Path) -> bool:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+from keepstep.core.regular_files import open_regular
 
 LONGEST_LINE = 1 << 16  # bytes; what a line has beyond is not looked at
 _CHUNK = 1 << 20
+_UNPACKED_BYTES = 16 << 20  # beyond which a compressed file may have
+_MOST_RATIO = 300  # times its size unpacked; logs have 5 to 100 times
 _CONTROL = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
 _LABEL = re.compile(
     r"\[rank ?(?P<torch>\d{1,7})\]|\[1,(?P<mpi>\d{1,7})\]<std|^\s{0,8}(?P<slurm>\d{1,7}): |"
@@ -18,27 +25,39 @@ LABEL_WITHIN = 160  # characters at a line's begin that may hold the label
 
 
 def text_lines(path: Path, skipped_bytes: int = 0) -> Iterator[bytes]:
-    """The lines of a file without their ends. Carriage returns, as progress bars write them, end lines, too.
+    """The lines of a file without their ends, no empty ones. Carriage returns, as in progress bars, end lines, too.
 
     ``skipped_bytes``: so many at the file's begin are left out; compressed files are read from their begin.
 
     Raises:
         OSError, EOFError: the file cannot be read, or its compressed data ends early; lines before come first.
     """
-    with open(path, "rb") as raw:
+    with open_regular(path) as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if zipped else open(path, "rb") as file:
-        if skipped_bytes and not zipped:
-            file.seek(skipped_bytes)
+        raw.seek(0 if zipped else skipped_bytes)
         rest = b""
-        while chunk := file.read1(_CHUNK):
+        for chunk in _unpacked(raw, path) if zipped else iter(lambda: raw.read(_CHUNK), b""):
             *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
-            for line in whole:
+            for line in filter(None, whole):
                 yield line[:LONGEST_LINE]
             # No more than this of a line is ever used, so that what follows may be glued to the cut.
             rest = rest[:LONGEST_LINE]
         if rest:
             yield rest
+
+
+def _unpacked(raw: BinaryIO, path: Path) -> Iterator[bytes]:
+    taken = 0
+    try:
+        with gzip.open(raw) as file:
+            while chunk := file.read1(_CHUNK):
+                taken += len(chunk)
+                if taken > max(_UNPACKED_BYTES, _MOST_RATIO * raw.tell()):
+                    what = f"unpacks to more than {_MOST_RATIO} times its size, as no log does"
+                    raise OSError(errno.EFBIG, what, str(path))
+                yield chunk
+    except zlib.error as error:
+        raise OSError(errno.EIO, f"its compressed data is damaged ({error})", str(path)) from None
 
 
 def plain_text(line: bytes) -> str:

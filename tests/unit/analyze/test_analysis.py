@@ -302,3 +302,31 @@ def test_a_run_folder_without_a_controller_is_judged_by_its_iterations(tmp_path:
     assert "node 0" in found.missing[0]
     (folder / "iterations.jsonl").write_text("")
     assert analyze(tmp_path).incidents == ()
+
+
+def test_a_table_whose_durations_are_lost_is_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {
+            "rank": rank,
+            "step": step,
+            "optype": "forward-compute",
+            "start_ts": 0.0,
+            "duration": 0.0,
+            "seq_id": 0,
+        }
+        | {"dp_rank": rank, "stage": 0}
+        for rank in range(2)
+        for step in range(3)
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match="its operations take no time"):
+        analyze(tmp_path / "t.parquet")
+
+
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "dump_0")
+    with pytest.raises(TraceError, match="dump_0: is a FIFO"):
+        analyze(tmp_path / "dump_0")
+    with pytest.raises(TraceError, match="dump_0 cannot be read: is a FIFO"):
+        analyze(tmp_path)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keepstep.cli import main
+from keepstep.core.incident import Culprit, Incident
+from keepstep.report.incidents import incident_to_json
+from keepstep.ring import RingReader, create
 
 
 def _run(folder: Path, *, watched: bool = True, **end: object) -> str:
@@ -20,6 +26,40 @@ def _run(folder: Path, *, watched: bool = True, **end: object) -> str:
     if end:
         (folder / "end.json").write_text(json.dumps(end))
     return str(folder)
+
+
+def _ring(folder: Path) -> None:
+    (folder / "rings").mkdir()
+    fd = create(64)
+    RingReader(fd).save(folder / "rings" / "rank-00000.ring")
+    os.close(fd)
+
+
+def _incident(folder: Path, **more: object) -> None:
+    (folder / "incidents").mkdir()
+    one = Incident(
+        1,
+        "slow",
+        5,
+        7,
+        None,
+        1.5,
+        (Culprit(0, None, "gpu-01", "", 1.5, "high", "compute"),),
+        (1, 2),
+        ("1 s → 2 s",),
+        (),
+    )
+    told = json.loads(incident_to_json(one)) | more
+    (folder / "incidents" / "0001.json").write_text(json.dumps(told))
+
+
+def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says that ends with exit code 2: one line, and nothing else."""
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    return told.err
 
 
 def test_a_job_that_died_before_it_was_watched_is_not_healthy(
@@ -51,8 +91,7 @@ def test_a_job_of_which_nothing_was_recorded_is_not_called_healthy(
 def test_a_trace_that_cannot_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "rings").mkdir()
-    (tmp_path / "rings" / "rank-00000.ring").write_bytes(b"cut short")
+    _ring(tmp_path)
     out = tmp_path / "no" / "trace.json.gz"
     assert main(["export", _run(tmp_path), "-o", str(out)]) == 2
     told = capsys.readouterr().err
@@ -71,3 +110,84 @@ def test_status_says_what_watching_costs_the_network(
     (run / "status.json").write_text(json.dumps(status))
     assert main(["status", str(run)]) == 0
     assert "200 bytes a rank and step have reached the controller" in capsys.readouterr().out
+
+
+STATUS: dict[str, Any] = {
+    "unix_s": 0.0, "state": "running", "world_size": 1, "newest_step": 9, "open_incidents": [], "counters": {},
+    "rank_columns": ["rank", "alive", "step", "phase", "iteration_s", "self_s", "idle_s"],
+    "nodes": [{"node": "gpu-01", "agent": "live", "ranks": [[0, True, 9, 1, 0.5, 0.1, 0.0]]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(STATUS))
+def test_a_status_without_a_part_is_incomplete(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(_run(tmp_path))
+    (run / "status.json").write_text(json.dumps({key: value for key, value in STATUS.items() if key != name}))
+    if name == "state":  # of an old status its age is told
+        assert main(["status", str(run)]) == 0
+        return
+    told = _refused(["status", str(run)], capsys)
+    assert f"its status is incomplete or of another version of keepstep (KeyError: '{name}')" in told
+    assert main(["status", str(run), "--json"]) == 0
+
+
+@pytest.mark.parametrize("name", ["status.json", "end.json", "incidents/0001.json"])
+def test_a_fifo_in_a_run_does_not_hold_up_its_reader(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(_run(tmp_path))
+    (run / "incidents").mkdir()
+    if name == "end.json":
+        (run / "status.json").write_text(json.dumps(STATUS))
+    os.mkfifo(run / name)
+    told = _refused(["report" if name.startswith("incidents") else "status", str(run)], capsys)
+    assert f"{run / name}: cannot be read: is a FIFO" in told
+
+
+def test_an_incident_at_an_impossible_time_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path)
+    _incident(tmp_path, next_action="ends rank 0", next_unix_s=1e300)
+    assert "incident 0001 holds a number that cannot be shown" in _refused(["report", run], capsys)
+    assert main(["report", run, "--json"]) == 1
+
+
+def test_damaged_rings_and_incidents_are_left_out_of_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = _run(tmp_path), str(tmp_path / "out.json.gz")
+    _ring(tmp_path)
+    (tmp_path / "rings" / "rank-00001.ring").write_bytes(b"cut")
+    (tmp_path / "incidents").mkdir()
+    (tmp_path / "incidents" / "0001.json").write_text("{")
+    assert main(["export", run, "-o", out]) == 0
+    told = capsys.readouterr().err
+    assert "keepstep: rank 1 left out: ring" in told
+    assert "keepstep: marks of incidents left out: " in told
+    (tmp_path / "rings" / "rank-00000.ring").write_bytes(b"cut")
+    assert "none of its rings can be read: rank 0 left out" in _refused(["export", run, "-o", out], capsys)
+
+
+@pytest.mark.parametrize("rings", [7, [1], "x"])
+def test_rings_that_are_no_table_are_one_line(
+    rings: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"rings": rings}))
+    assert "its rings are no table of ranks" in _refused(["export", run, "-o", "out.json.gz"], capsys)
+
+
+def test_a_terminal_that_knows_ascii_only_gets_the_verdict(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    _incident(tmp_path)
+    told = subprocess.run(
+        [sys.executable, "-m", "keepstep.cli", "report", run],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (told.returncode, told.stderr) == (1, b"")
+    assert b"1 s \\u2192 2 s" in told.stdout

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keepstep.analyze import analyze
 from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
+from keepstep.traces import flight_recorder
 from keepstep.traces.flight_recorder import read_dumps
 
 RANKS = (0, 1, 2, 3)
@@ -147,7 +148,8 @@ def test_the_dump_of_another_rank_is_said_to_be_one(tmp_path: Path) -> None:
     pair["pg_config"]["1"] = {"name": "1", "desc": "pipeline", "ranks": "[0, 1]"}
     read = read_dumps(write(tmp_path, {0: pair, 1: pair, 2: pair, 3: dump([entry(1)], 1, 0)}))
     assert read.missing == (
-        "rank 2: nccl_trace_rank_2 has messages of 1, which is between ranks 0-1: the dump of another rank under this rank's name",
+        "rank 2: nccl_trace_rank_2 has messages of 1, which is between ranks 0-1: "
+        "the dump of another rank under this rank's name",
     )
 
 
@@ -260,3 +262,165 @@ def test_a_call_that_one_rank_alone_made_is_its_own(tmp_path: Path) -> None:
     dumps[3] = dump([*past, sized(11, 1, 50)], 11, 10)  # a call as all before: it waits for the others
     incident = analyze(write(tmp_path, dumps)[0].parent).incidents[0]
     assert 3 not in [culprit.rank for culprit in incident.culprits]
+
+
+def hang(folder: Path, ranks: tuple[int, ...] = RANKS, *, at_ns: int = 1_700_000_000_000_000_000) -> None:
+    """Dumps of a job in which rank 3 has not made call 7."""
+    folder.mkdir(exist_ok=True)
+    for rank in ranks:
+        calls = [
+            entry(seq, state="completed" if seq < 7 else "scheduled") for seq in range(4, 8 - (rank == 3))
+        ]
+        for one in calls:
+            one["time_created_ns"] += at_ns
+        write(folder, {rank: dump(calls, 7 - (rank == 3), 6)})
+
+
+def blamed(folder: Path) -> list[int | None]:
+    return [culprit.rank for culprit in analyze(folder).incidents[0].culprits]
+
+
+def test_folders_of_nodes_are_one_job(tmp_path: Path) -> None:
+    hang(tmp_path / "node0", (0, 1))
+    hang(tmp_path / "node1", (2, 3))
+    assert blamed(tmp_path) == [3]
+    assert not any("no dump" in line for line in analyze(tmp_path).missing)
+
+
+def test_folders_with_the_same_ranks_are_told_what_to_do(tmp_path: Path) -> None:
+    hang(tmp_path / "monday")
+    hang(tmp_path / "tuesday", at_ns=1_700_100_000_000_000_000)
+    with pytest.raises(
+        TraceError, match="give one of the folders, or, if each is of a node of one job, rename"
+    ):
+        analyze(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dump_20251125", "dump_251125", "dump_3_20251125", "rank_9"])
+def test_a_stray_file_is_named_and_the_others_are_read(tmp_path: Path, name: str) -> None:
+    hang(tmp_path)
+    (tmp_path / name).write_bytes(
+        pickle.dumps(dump([entry(1)], 1, 0)) if name != "rank_9" else b"\x80\x04noise"
+    )
+    if name == "dump_3_20251125":
+        with pytest.raises(TraceError, match="rank 3 has another dump"):
+            analyze(tmp_path)
+        return
+    assert blamed(tmp_path) == [3]
+    assert any(name in line for line in analyze(tmp_path).missing)
+
+
+def test_the_date_in_the_name_of_a_dump_without_members_is_no_rank(tmp_path: Path) -> None:
+    unlisted = dump([entry(6, state="completed"), entry(7)], 7, 6) | {"pg_config": {}}
+    read = read_dumps(write(tmp_path, {0: unlisted, 1: unlisted, 2: unlisted, 251125: unlisted}))
+    assert read.world_size == 3
+    assert any("number far from the other ranks" in line for line in read.missing)
+
+
+def test_dumps_of_another_run_are_left_out(tmp_path: Path) -> None:
+    hang(tmp_path, (0, 1, 2))
+    hang(tmp_path, (3,), at_ns=1_699_990_000_000_000_000)
+    read = read_dumps(tmp_path.iterdir())
+    assert [state.rank for state in read.states] == [0, 1, 2]
+    assert any(
+        "rank 3: nccl_trace_rank_3 is of another run: its last call was made at 2023" in line
+        for line in read.missing
+    )
+    hang(tmp_path, (2,), at_ns=1_699_990_000_000_000_000)
+    with pytest.raises(
+        TraceError, match=r"of several runs: ranks 2-3 until .* ranks 0-1 until .* keep those of one"
+    ):
+        read_dumps(tmp_path.iterdir())
+
+
+def test_a_rank_that_had_nothing_to_do_for_long_is_of_the_same_run(tmp_path: Path) -> None:
+    hang(tmp_path, (0, 1, 2))
+    hang(tmp_path, (3,), at_ns=1_699_990_000_000_000_000)
+    write(tmp_path, {3: dump([entry(7)], 7, 6)})
+    assert len(read_dumps(tmp_path.iterdir()).states) == 4
+
+
+def test_the_members_of_gloos_default_group_are_known_while_it_is_the_only_one(tmp_path: Path) -> None:
+    def gloo(ranks: str) -> dict[str, Any]:
+        calls = [entry(6, retired=True), entry(7)]
+        return dump(calls, 9, 9) | {"pg_config": {"": {"name": "", "desc": "", "ranks": ranks}}}
+
+    read = read_dumps(write(tmp_path, {0: gloo("[0, 1, 2, 3]"), 1: gloo("[0, 1, 2, 3]")}))
+    assert (read.world_size, read.listed, read.inferred) == (4, 4, frozenset())
+    assert read.groups["0 (default_pg)"].members == (0, 1, 2, 3)
+    assert [(s.started, s.completed) for s in read.states[0].streams] == [(7, 6)]
+    read = read_dumps(write(tmp_path, {0: gloo("[]"), 1: gloo("[]")}))
+    assert (read.world_size, read.listed, read.inferred) == (2, 0, frozenset({"0 (default_pg)"}))
+
+
+def test_a_barrier_by_all_reduce_is_a_barrier(tmp_path: Path) -> None:
+    one = dump([sized(7, 1, 51, op="all_reduce_barrier")], 7, 6)
+    (flight,) = read_dumps(write(tmp_path, {0: one})).states[0].in_flight
+    assert (flight.op, flight.bytes, flight.element) == (Op.BARRIER, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members"),
+    [
+        ("[0, 1, 2, 3]", (0, 1, 2, 3)),
+        ("0,1", (0, 1)),
+        ("(2, 3,)", (2, 3)),
+        ([0, 1], (0, 1)),
+        ("[0, 16000000]", None),
+        ("-" * 200_000, None),
+        ("[" * 200_000, None),
+        ("[0, 1", (0, 1)),
+        ("[1e3]", None),
+        ("__import__('os')", None),
+        ({}, ()),
+        (7, None),
+    ],
+)
+def test_members_of_groups(tmp_path: Path, ranks: Any, members: tuple[int, ...] | None) -> None:
+    content = dump([entry(7)], 7, 6)
+    content["pg_config"]["0"]["ranks"] = ranks
+    paths = write(tmp_path, {0: content})
+    if members is None:
+        with pytest.raises(TraceError, match=r"damaged: (Value|Type)Error"):
+            read_dumps(paths)
+    else:
+        assert read_dumps(paths).groups["0 (default_pg)"].members == (members or (0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"collective_seq_id": 1 << 80}, "no number of a call"),
+        ({"time_created_ns": -5}, "no number of a call"),
+        ({"profiling_name": ["nccl:all_reduce"]}, "a list is where a name should be"),
+        ({"process_group": [["0"], ""]}, "a list is where a name should be"),
+    ],
+)
+def test_odd_values_in_calls_are_damage(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        read_dumps(write(tmp_path, {0: dump([entry(7) | change], 7, 6)}))
+
+
+def test_more_calls_than_any_buffer_holds_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_recorder, "MOST_CALLS", 2)
+    with pytest.raises(TraceError, match="has 3 calls, of which 2 are read; set TORCH_FR_BUFFER_SIZE lower"):
+        read_dumps(write(tmp_path, {0: dump([entry(1), entry(2), entry(3)], 3, 0)}))
+
+
+def test_many_bad_files_are_counted(tmp_path: Path) -> None:
+    hang(tmp_path)
+    for rank in range(10, 60):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(b"noise")
+    missing = analyze(tmp_path).missing
+    assert "30 more files could not be used" in missing
+    assert len(missing) < 30
+
+
+def test_nobody_is_told_to_test_pairs_of_nodes_without_names(tmp_path: Path) -> None:
+    """All are in call 7 and nobody gets out: a dump knows no nodes."""
+    same = dump([entry(6, state="completed"), entry(7)], 7, 6)
+    (incident,) = analyze(write(tmp_path, dict.fromkeys(RANKS, same))[0].parent).incidents
+    assert "pair by pair" not in str(incident)
+    assert "which of ranks 0-3 holds up the others" in str(incident.missing)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.errors import TraceError
+from keepstep.traces import operation_tables
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
 
 arrow = pytest.importorskip("pyarrow", reason="needs pyarrow (extra `traces`)")
@@ -66,3 +67,37 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read as Parquet") as refused:
         read_operation_table(path)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("rank", "0", "its column rank has type string; a number is needed there"),
+        ("step", [1], "its column step has type list"),
+        ("optype", 7, "its column optype has type int64; a string is needed there"),
+        ("rank", 1 << 30, "no row of it can be used"),
+        ("stage", -1, "no row of it can be used"),
+        ("seq_id", float("nan"), "no row of it can be used"),
+    ],
+)
+def test_columns_that_cannot_be_used_are_named(tmp_path: Path, column: str, value: object, said: str) -> None:
+    with pytest.raises(TraceError, match=said):
+        read_operation_table(table(tmp_path / "t.parquet", [ROW | {column: value}]))
+
+
+def test_tables_too_large_are_refused_by_what_they_say_of_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = table(tmp_path / "t.parquet", [ROW | {"step": step} for step in range(100)])
+    monkeypatch.setattr(operation_tables, "_MOST_BYTES", 100)
+    with pytest.raises(TraceError, match="give fewer steps"):
+        read_operation_table(path)
+    monkeypatch.setattr(operation_tables, "MOST_ROWS", 99)
+    with pytest.raises(TraceError, match="has 100 rows, 99 can be read"):
+        read_operation_table(path)
+
+
+def test_a_long_name_is_made_once_for_all_its_rows(tmp_path: Path) -> None:
+    rows = [ROW | {"optype": "x" * 100_000, "step": step} for step in range(10_000)]
+    operations, _ = read_operation_table(table(tmp_path / "t.parquet", rows))
+    assert len(operations) == 10_000
