@@ -1,11 +1,11 @@
 """Jobs rebuilt after public failure reports, each judged by what is true of it.
 
-    python -m benchmarks.field [--cases 11,12] [--jobs N] [--analyze] [--json FILE]
+    python -m benchmarks.field [--cases 11,12] [--jobs N] [--part traces] [--json FILE]
 
 Each ``train.py`` of the samples' folder ``field_cases`` runs under ``keepstep run`` as a user would start it, in a
 folder of its own: nothing is injected, and nothing but ``truth.json`` says what is right. A job that goes on after its
-limit is ended with SIGTERM. With ``--analyze`` the recorded cases (flight-recorder dumps, training logs) are judged,
-too.
+limit is ended with SIGTERM. With ``--part traces`` the recorded cases (flight-recorder dumps, training logs) are judged
+instead, by ``keepstep analyze``.
 
 With ``--json FILE.json`` each result is written at once, to FILE-trials.jsonl, with the verdicts; the same command,
 given again at the same commit of the code, goes on where it was ended. What a judge cannot decide is "noted".
@@ -39,15 +39,15 @@ PACKAGES = ("keepstep", "torch", "transformers", "accelerate", "lightning")
 Result = dict[str, Any]
 
 
-def chosen(truths: Sequence[Truth], names: str, analyze: bool) -> list[Truth]:
-    """The cases of ``--cases`` (by number or name), or all that run; with ``analyze`` the recorded ones, too.
+def chosen(truths: Sequence[Truth], names: str, part: str) -> list[Truth]:
+    """The cases of ``--cases`` (by number or name), or all of a part: ``jobs``, or the recorded ``traces``.
 
     Raises:
         ValueError: there is no such case.
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
-        return [truth for truth in truths if analyze or not truth.analyze]
+        return [truth for truth in truths if truth.analyze == (part == "traces")]
     unknown = [name for name in wanted if not any(name in (truth.number, truth.name) for truth in truths)]
     if unknown:
         raise ValueError(f"no case {', '.join(unknown)}")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="", metavar="11,12", help="only these, by number or name")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases at a time (1)")
     parser.add_argument(
-        "--analyze", action="store_true", help="also the recorded cases, by `keepstep analyze`"
+        "--part", choices=("jobs", "traces"), default="jobs", help="jobs that run, or recorded traces"
     )
     text = "give each job so many times its limit: on a machine that is busy beside"
     parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help=text)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases: Path = (given.samples / "field_cases").resolve()
     runs: Path = given.runs.resolve()
     try:
-        truths = chosen(read(cases), given.cases or (QUICK if given.quick else ""), given.analyze)
+        truths = chosen(read(cases), given.cases or (QUICK if given.quick else ""), given.part)
     except ValueError as error:
         parser.error(str(error))
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"), SHOWN)

@@ -235,11 +235,11 @@ def test_a_truth_is_read(tmp_path: Path) -> None:
     assert (job.culprits, job.needs) == ((frozenset({1}),), ("a", "b"))
     assert (dump.analyze, dump.slow, dump.judged) == (True, ((1, 2),), True)
     assert missing(job) == "a, b not installed (`make test-long` installs them)"
-    assert [truth.name for truth in chosen([job, dump], "", False)] == ["11-exit"]
-    assert [truth.name for truth in chosen([job, dump], "", True)] == ["11-exit", "F1-dump"]
-    assert [truth.name for truth in chosen([job, dump], "F1, 11-exit", False)] == ["11-exit", "F1-dump"]
+    assert [truth.name for truth in chosen([job, dump], "", "jobs")] == ["11-exit"]
+    assert [truth.name for truth in chosen([job, dump], "", "traces")] == ["F1-dump"]
+    assert [truth.name for truth in chosen([job, dump], "F1, 11-exit", "jobs")] == ["11-exit", "F1-dump"]
     with pytest.raises(ValueError, match="no case 12"):
-        chosen([job, dump], "11,12", False)
+        chosen([job, dump], "11,12", "jobs")
 
 
 def test_a_result_has_no_path_of_this_machine(tmp_path: Path) -> None:
