@@ -116,8 +116,8 @@ class Register:
         if incident.kind == "crash" or standing is None:
             return "", None
         if not settings.restart_hangs:
-            how = "--on-hang restart with --max-restarts ends them"
-            return f"none: hangs are reported, not ended ({how})", None
+            why = "--on-hang report" if settings.max_restarts else "--max-restarts ends them"
+            return f"none: hangs are reported, not ended ({why})", None
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks, self.ended)

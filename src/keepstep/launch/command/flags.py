@@ -154,7 +154,9 @@ def _add_own(group: Any) -> None:
     group.add_argument("--no-validate", dest="validate", action="store_false", default=None, help=text)
     text = "a slowdown that lasts: do what pays (auto), only say what would (advise), or nothing (off)"
     group.add_argument("--mitigate", metavar="auto|advise|off", help=text)
-    text = "only say which process hangs (report, default), or end it when that is sure (restart, with --max-restarts)"
+    text = (
+        "with --max-restarts: end a process that hangs for sure (restart, default), or only say it (report)"
+    )
     group.add_argument("--on-hang", metavar="report|restart", help=text)
     text = "how long a process that hangs is left alone (0: by its timeouts and pauses, 10 minutes or so)"
     group.add_argument("--hang-patience", dest="hang_patience_s", type=float, metavar="S", help=text)

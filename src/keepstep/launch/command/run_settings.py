@@ -16,8 +16,8 @@ SETTINGS = (
     _setting("mitigate", "auto", "auto: do what pays about a slowdown that lasts; advise: only say it; off"),
     _setting(
         "on_hang",
-        "report",
-        "report: only say who hangs; restart: also end a process that hangs for sure, if restarts are left",
+        "restart",
+        "restart: end a process that hangs for sure, if restarts are left; report: only say who hangs",
     ),
     _setting(
         "hang_patience_s",
