@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     rings = opened.rings()
     if not rings:
         raise RunError(
-            f"{run}: no rings saved yet; they are saved at each incident and at the end of the job"
+            f"{run}: no rings saved yet; they are saved at incidents that are told, and at the end of the job"
         )
     ranks: dict[int, list[Span]] = {}
     left_out: list[str] = []

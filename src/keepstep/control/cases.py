@@ -95,6 +95,7 @@ class Cases:
             case.end(now_s)
         self._open.slow.clear()
         self._open.hang = self._open.crash = None
+        self.desk.register.tell_untold()
 
     @property
     def incidents(self) -> list[Incident]:

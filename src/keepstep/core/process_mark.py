@@ -14,8 +14,12 @@ def process_mark(pid: int) -> dict[str, int]:
 
 
 def is_alive(mark: Any) -> bool:
-    """Whether the process of a mark, as it was read from a file of this host, still lives in this namespace."""
+    """Whether the process of a mark, as it was read from a file of this host, still lives in this namespace.
+
+    An earlier version left marks without a namespace.
+    """
     try:
-        return process_mark(int(mark["pid"])) == mark
+        now = process_mark(int(mark["pid"]))
+        return now["start_ticks"] == mark["start_ticks"] and now | mark == now
     except (OSError, TypeError, KeyError, ValueError, IndexError):
         return False

@@ -12,6 +12,7 @@ def test_a_process_is_known_until_it_ends() -> None:
     assert is_alive(mark)
     assert not is_alive({**mark, "start_ticks": mark["start_ticks"] - 1}), "an earlier one with its number"
     assert not is_alive({**mark, "pid_namespace": 1}), "one of another container"
+    assert is_alive({name: mark[name] for name in ("pid", "start_ticks")}), "as an earlier version left it"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         theirs = process_mark(process.pid)
         assert is_alive(theirs)
@@ -21,5 +22,5 @@ def test_a_process_is_known_until_it_ends() -> None:
 
 
 def test_what_is_no_mark_is_nobodys() -> None:
-    for mark in (None, {}, {"pid": "x"}, {"pid": -1}, [], "7"):
+    for mark in (None, {}, {"pid": "x"}, {"pid": -1}, {"pid": os.getpid()}, [], "7"):
         assert not is_alive(mark)

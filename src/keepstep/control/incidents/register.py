@@ -52,6 +52,8 @@ class Register:
         """Take over an incident that an earlier controller of this run published."""
         self.newest_number = max(self.newest_number, incident.number)
         self._note_ended(incident)
+        if incident.kind == "slow" and incident.status == "open":
+            self._talk.knows(incident)
         if incident.onset_step is not None:
             self._changes.append(incident.onset_step)
 
@@ -92,9 +94,8 @@ class Register:
         incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
         self._effects.append(WriteIncident(incident))
         if told := self._talk.tells(incident, say, self.now_s):
-            if told == "verdict" and (untold := self._talk.take_untold()):
-                count = f"{untold} slowdowns" if untold > 1 else "1 slowdown"
-                self._effects.append(Tell(f"{count} before this one not told: keepstep report has them"))
+            if told == "verdict":
+                self.tell_untold()
             self._effects.append(Say(incident, told))
             if told == "verdict":
                 self._save_rings(incident)
@@ -102,6 +103,16 @@ class Register:
             change = incident.onset_step if incident.relief_step is None else incident.relief_step
             if change not in self._changes:
                 self._changes.append(change)
+
+    def is_overdue(self, incident: Incident) -> bool:
+        """Whether nothing was printed of an open slowdown, and it has lasted."""
+        return self._talk.is_overdue(incident, self.now_s)
+
+    def tell_untold(self) -> None:
+        """Print how many slowdowns were not told, if there were any."""
+        if untold := self._talk.take_untold():
+            count = f"{untold} slowdowns" if untold > 1 else "1 slowdown"
+            self._effects.append(Tell(f"{count} of a moment not told: keepstep report has all"))
 
     def _outlook(
         self,

@@ -218,6 +218,8 @@ class SlowCase(Case):
         if not self.closed and now_s - self._told_cost_s >= _TELL_COST_S:
             self._told_cost_s = now_s
             self._tell_cost()
+        if self.incident is not None and self._desk.register.is_overdue(self.incident):
+            self._publish("")
         if self.closed or self.question is not None:
             return
         newest = self._desk.cluster.newest_step

@@ -7,7 +7,7 @@ and so are hangs, deaths and what is done about any incident.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,60 +25,79 @@ _MOST_KINDS = 256
 
 @dataclass(slots=True)
 class _Kind:
-    """Slowdowns that are alike: with the same culprits for sure, or with none."""
+    """Slowdowns that are alike: the same culprits are named for sure, or nobody is."""
 
-    told: int = 0
+    told: int = 0  # before the pause
     pause_s: float = _FIRST_PAUSE_S
-    silent_until_s: float = 0.0
+    silent_until_s: float | None = None
 
 
 class Talk:
     """Decides what of an incident is told. Times are the controller's, in seconds."""
 
     def __init__(self) -> None:
-        self._untold = 0  # incidents of which nothing was printed since the last verdict that was
-        self._kinds: dict[Hashable, _Kind] = {}
-        self._silent: dict[
-            int, float
-        ] = {}  # since when, by number: open incidents of which nothing was printed
+        self._untold = 0  # slowdowns of which nothing was printed since this was last said
+        self._kinds: dict[tuple[str, ...], _Kind] = {}
+        # Open slowdowns by number: since when they are silent, None for those that were told.
+        self._open: dict[int, float | None] = {}
+
+    def knows(self, incident: Incident) -> None:
+        """Note an open incident that an earlier controller has told."""
+        self._open[incident.number] = None
+
+    def is_overdue(self, incident: Incident, now_s: float) -> bool:
+        """Whether nothing was printed of an open slowdown, and it has lasted."""
+        since_s = self._open.get(incident.number)
+        return since_s is not None and now_s - since_s >= _LASTS_S
 
     def tells(self, incident: Incident, say: Saying, now_s: float) -> Saying:
         """What is printed of what there is to ``say`` about an incident; "" for nothing.
 
-        One that was not told is, in full, once it has lasted, or names somebody for sure and that is due.
+        One that was not told is, in full, once it has lasted, names somebody for sure, or something is done about it.
         """
-        number = incident.number
-        if say == "verdict" and incident.kind == "slow" and not self._is_due(incident.culprits, now_s):
-            self._untold += 1
-            self._silent[number] = now_s
-            return ""
-        since_s = self._silent.get(number)
-        if since_s is None:
+        if incident.kind != "slow":
             return say
-        if say == "acts" or incident.status != "open":
-            del self._silent[number]
-            return say if say == "acts" else ""
-        sharper = say == "sharper" and _named(incident.culprits) and self._is_due(incident.culprits, now_s)
-        if not sharper and now_s - since_s < _LASTS_S:
+        number, closed = incident.number, incident.status != "open"
+        if number not in self._open:
+            return self._tells_first(incident, say, now_s) if say else ""
+        if self._open[number] is None:
+            if closed:
+                del self._open[number]
+            return say
+        lasted = self.is_overdue(incident, now_s)
+        sure = say == "sharper" and _named(incident.culprits) and self._is_due(incident.culprits, now_s)
+        if closed:
+            del self._open[number]
+        if not (lasted or sure or say == "acts"):
             return ""
-        self._untold -= self._untold > 0
-        del self._silent[number]
+        self._untold = max(self._untold - 1, 0)
+        if closed:
+            return "closes"
+        self._open[number] = None
         return "verdict"
 
     def take_untold(self) -> int:
-        """How many incidents were not told since this was asked last."""
+        """How many slowdowns were not told since this was asked last."""
         count, self._untold = self._untold, 0
         return count
+
+    def _tells_first(self, incident: Incident, say: Saying, now_s: float) -> Saying:
+        told = say == "acts" or self._is_due(incident.culprits, now_s)
+        self._untold += not told
+        if incident.status == "open":
+            self._open[incident.number] = None if told else now_s
+        return say if told else ""
 
     def _is_due(self, culprits: Sequence[Culprit], now_s: float) -> bool:
         named = _named(culprits)
         if named not in self._kinds and len(self._kinds) >= _MOST_KINDS:
             named = ()
         kind = self._kinds.setdefault(named, _Kind())
-        if now_s < kind.silent_until_s:
-            return False
-        if now_s > kind.silent_until_s + kind.pause_s:  # it was quiet
-            kind.told, kind.pause_s = 0, _FIRST_PAUSE_S
+        if kind.silent_until_s is not None:
+            if now_s < kind.silent_until_s:
+                return False
+            if now_s > kind.silent_until_s + kind.pause_s:  # it was quiet
+                kind.told, kind.pause_s, kind.silent_until_s = 0, _FIRST_PAUSE_S, None
         kind.told += 1
         if kind.told >= (_SURE_AT_ONCE if named else 1):
             kind.silent_until_s = now_s + kind.pause_s

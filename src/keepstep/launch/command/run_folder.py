@@ -75,9 +75,10 @@ def create(job: Job, path: Path, *, first: bool) -> Path:
         raise RunError(f"{error}; --run-dir names another run folder") from None
     except OSError as error:
         if error.errno in _NOT_WRITABLE and job.run_dir is None and job.runs_dir == Path("runs").absolute():
-            elsewhere = Path(tempfile.gettempdir(), f"keepstep-{os.getuid()}", "runs", path.name)
+            own = real_path(Path(tempfile.gettempdir())) / f"keepstep-{os.getuid()}"
             with suppress(OSError, UnsafePathError):
-                return _create(job, elsewhere, first=first)
+                make_folder(own)  # refused where it is another user's
+                return _create(job, own / "runs" / path.name, first=first)
         raise RunError(
             f"{path}: cannot make the run folder: {error.strerror}; name another with --run-dir"
         ) from None
