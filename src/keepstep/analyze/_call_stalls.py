@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.locate import CallStep
 
 _LEAST_SHARE = 0.5  # part of the time lost that a rank must have spent between two calls to be looked at
+_SURE = 3  # times as far ahead as ranks usually begin apart
 _LEAST_FIRST = 0.002  # part of the time lost by which the first to go on must be ahead of the others
 
 
@@ -17,7 +20,7 @@ def locate_stall(steps: Mapping[int, Sequence[CallStep]], begin_s: float, usual_
     """Name the rank that stalled in the step that begins at about ``begin_s``, on one clock of all ranks.
 
     Everybody stands still in a stall, each between two calls. Those that wait go on when what they wait for has come,
-    thus later than the one that they wait for.
+    thus later than the one that they wait for. Their clocks may differ, by no more than their steps begin apart.
     """
     gaps: dict[
         int, tuple[float, float]
@@ -32,7 +35,8 @@ def locate_stall(steps: Mapping[int, Sequence[CallStep]], begin_s: float, usual_
     stood = {rank: gap for rank, gap in gaps.items() if gap[1] - gap[0] >= _LEAST_SHARE * lost_s > 0}
     missing = ("a second such step: one alone may be chance",)
     order = sorted(stood, key=lambda rank: stood[rank][1])
-    if len(order) < 2 or stood[order[1]][1] - stood[order[0]][1] < _LEAST_FIRST * lost_s:
+    apart_s = _apart(steps, usual_s)
+    if len(order) < 2 or stood[order[1]][1] - stood[order[0]][1] < max(_LEAST_FIRST * lost_s, apart_s):
         return Diagnosis("slow", missing=("a rank that went on before all others: none is known", *missing))
     first, second = order[:2]
     told = (
@@ -41,12 +45,28 @@ def locate_stall(steps: Mapping[int, Sequence[CallStep]], begin_s: float, usual_
     )
     stopped = min(stood, key=lambda rank: stood[rank][0])
     evidence = (told, f"rank {first} was the first to stop, too") if stopped == first else (told,)
+    # The clocks of hosts may be as far apart as steps begin; then an order of times says little.
+    sure = stopped == first and stood[second][1] - stood[first][1] >= _SURE * apart_s
     victims = tuple(rank for rank in sorted(steps) if rank != first)
     culprit = Culprit(
-        first, confidence="medium" if stopped == first else "low", cause="stalled",
+        first, confidence="medium" if sure else "low", cause="stalled",
         detail=f"it stood still for {stood[first][1] - stood[first][0]:.3g} s while ranks {fold_ranks(victims)} waited",
     )  # fmt: skip
     return Diagnosis("slow", (culprit,), victims, evidence, missing)
+
+
+def _apart(steps: Mapping[int, Sequence[CallStep]], usual_s: float) -> float:
+    """How far apart ranks usually begin the same step, the earliest and the latest of them, by their clocks."""
+    reference = max(steps.values(), key=len, default=())
+    late: list[float] = []
+    for own in steps.values():
+        begins = np.array([step.begin_s for step in own])
+        if not len(begins):
+            continue
+        nearest = [float(begins[np.abs(begins - step.begin_s).argmin()]) - step.begin_s for step in reference]
+        near = [lag for lag in nearest if abs(lag) < 0.5 * usual_s]
+        late += [median(near)] if near else []
+    return max(late) - min(late) if late else 0.0
 
 
 def _longest_gap(step: CallStep) -> tuple[float, float]:

@@ -42,6 +42,7 @@ class Reading:
     bar: Bar | None = None
 
 
+_MOST_STEPS = 1e12
 _NUMBER = r"(\d[\d,]{0,20}(?:\.\d{0,20})?(?:[eE][+-]?\d{1,3})?)"
 _IS = r"\s{0,4}[:=]\s{0,12}"
 
@@ -120,7 +121,9 @@ def _nemo(text: str) -> Reading | None:
     other = _NEMO_OTHER_STEP.search(text) if step is None or "e" in step[1].lower() else None
     if other is not None:
         return Reading("NeMo", int(other[1] or other[2]), _value(time[1]), _batch(text))
-    return None if step is None else Reading("NeMo", int(_value(step[1])), _value(time[1]), _batch(text))
+    if step is None or not _value(step[1]) < _MOST_STEPS:
+        return None
+    return Reading("NeMo", int(_value(step[1])), _value(time[1]), _batch(text))
 
 
 def _deepspeed_pipeline(text: str) -> Reading | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keepstep.traces import log_formats, rank_timers, watchdog
-from keepstep.traces.log_formats import FORMATS, Format, Reading, reading
+from keepstep.traces.log_formats import FORMATS, Bar, Format, Reading, reading
 from keepstep.traces.log_text import LABEL_WITHIN, plain_text, speaker
 from keepstep.traces.progress_bars import step_times
 from keepstep.traces.rank_timers import RankTimers
@@ -16,6 +16,7 @@ from keepstep.traces.watchdog import Timeouts, WatchdogWords
 MOST_READINGS = 2_000_000  # iterations, of all ranks together, that are used
 _LEAST_READINGS = 12  # of a format, to be preferred to another that the log has more of
 _NEARBY = 4  # places by which lines of several writers may be out of order
+_AT_THE_END = 0.9  # share of a bar from which it is at its end
 _BEGIN = re.compile(rb"before the start of training step|using world size:|raining starts at step")
 _WORLD = re.compile(rb"(?:using world[ _-]size|WORLD_SIZE)\W{1,3}(\d{1,6})\b")
 _HEARD = re.compile(rb"\[rank(\d{1,7})\]")
@@ -57,6 +58,8 @@ class _Writer:
     run: int
     runs: dict[int, dict[int, Reading]] = field(default_factory=dict[int, dict[int, Reading]])
     last: int = -1
+    laps: int = 0  # how often a bar that tells no epoch has begun again at its end
+    several: bool = False  # more than one process writes these lines: they are told twice, or out of order
 
 
 class LogRuns:
@@ -116,16 +119,19 @@ class LogRuns:
         bar = found.bar
         # Bars of other lengths are other loops, such as evaluations; epochs count on.
         key = found.format, label, bar.total if bar else 0
-        number = found.number + bar.epoch * bar.total if bar else found.number
         writer = self._writers.setdefault(key, _Writer(rank, self._run))
         own = writer.runs.setdefault(writer.run, {})
+        number = found.number
         if bar:
-            if number < writer.last:
-                writer.run, writer.last = writer.run + 1, number
+            bar = replace(bar, epoch=bar.epoch + _lap(writer, number, bar))
+            found = replace(found, bar=bar)
+            number += bar.epoch * bar.total
+            if number < writer.last - _NEARBY:
+                writer.run, writer.last, writer.laps = writer.run + 1, number, 0
         elif self._is_anew(writer, own, number, found):
             if writer.run == self._run:
                 self._begin()
-            writer.run, writer.last = self._run, number
+            writer.run, writer.last, writer.several = self._run, number, False
         if number not in (own := writer.runs.setdefault(writer.run, {})):
             self.room -= 1
             own[number] = found
@@ -140,9 +146,15 @@ class LogRuns:
             return True
         if number > writer.last:
             return writer.run < self._run and found.number <= self._number
-        if number in own:
-            return abs(own[number].seconds - found.seconds) > 1e-9 * found.seconds and number < writer.last
-        return writer.last - number > _NEARBY or (number < next(iter(own)) and len(own) > _NEARBY)
+        if number in own and abs(own[number].seconds - found.seconds) <= 1e-9 * found.seconds:
+            return False
+        if writer.last - number > _NEARBY or (number < next(iter(own)) and len(own) > _NEARBY):
+            return True
+        # So little back, it may be the line of another process, if there are such, or if it is too early to tell.
+        if number in own and number < writer.last and not writer.several and len(own) >= _NEARBY:
+            return True
+        writer.several = True
+        return False
 
     def runs(self) -> tuple[Format | None, list[LoggedRun]]:
         """The format that was chosen, and the runs in which something was told."""
@@ -182,6 +194,19 @@ class LogRuns:
         return {number: by_rank for number, by_rank in found.items() if len(by_rank) > 1}
 
 
+def _lap(writer: _Writer, step: int, bar: Bar) -> int:
+    """How many times a bar that tells no epoch has begun again, as tqdm's does in every epoch, until this line of it.
+
+    One that begins again before its end is the bar of another run.
+    """
+    within = writer.last - writer.laps * bar.total
+    if bar.epoch == 0 and _AT_THE_END * bar.total <= within <= bar.total and step <= bar.total / 2:
+        writer.laps += 1
+    elif writer.laps and within <= bar.total - _AT_THE_END * bar.total and step >= _AT_THE_END * bar.total:
+        return writer.laps - 1  # another process is not yet as far
+    return writer.laps
+
+
 def _of_job(told: Iterable[Mapping[int, Reading]]) -> Iterator[LoggedIteration]:
     """The iterations of the job, ascending: where several ranks tell theirs, the slowest is the job's."""
     slowest: dict[int, Reading] = {}
@@ -189,7 +214,7 @@ def _of_job(told: Iterable[Mapping[int, Reading]]) -> Iterator[LoggedIteration]:
         for number, one in own.items():
             if number not in slowest or one.seconds > slowest[number].seconds:
                 slowest[number] = one
-    bars = [(number, one.bar) for number, one in slowest.items() if one.bar is not None]
+    bars = [(number, one.bar) for number, one in sorted(slowest.items()) if one.bar is not None]
     if bars:
         yield from (LoggedIteration(number, seconds) for number, seconds in step_times(bars))
         return

@@ -17,8 +17,9 @@ _CHUNK = 1 << 20
 _UNPACKED_BYTES = 16 << 20  # beyond which a compressed file may have
 _MOST_RATIO = 300  # times its size unpacked; logs have 5 to 100 times
 _CONTROL = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
+_RANK = re.compile(r"\[rank ?(\d{1,7})\]")
 _LABEL = re.compile(
-    r"\[rank ?(?P<torch>\d{1,7})\]|\[1,(?P<mpi>\d{1,7})\]<std|^\s{0,8}(?P<slurm>\d{1,7}): |"
+    r"\[1,(?P<mpi>\d{1,7})\]<std|^\s{0,8}(?P<slurm>\d{1,7}): |"
     r"^\((?:[^()]{0,80}\W)?rank=(?P<ray>\d{1,7})\b|\[(?P<local>(?:default|trainer|worker)_?\d{1,7})\]:"
 )
 LABEL_WITHIN = 160  # characters at a line's begin that may hold the label
@@ -72,10 +73,13 @@ def speaker(text: str) -> tuple[str, int | None]:
     ``[rank5]:`` of PyTorch, ``5:`` of ``srun -l``, ``[1,5]<stdout>`` of ``mpirun`` and ``(Worker rank=5 pid=…)`` of Ray
     are ranks; ``[default5]:`` of ``torchrun`` counts within a node. Without a label: ``("", None)``.
     """
+    own = _RANK.search(text, 0, LABEL_WITHIN)
+    if own is not None:  # what a launcher puts before it may be a number of a task, not of a rank
+        return str(int(own[1])), int(own[1])
     found = _LABEL.search(text, 0, LABEL_WITHIN)
     if found is None:
         return "", None
     if found["local"]:
         return found["local"], None
-    rank = int(found["torch"] or found["mpi"] or found["slurm"] or found["ray"])
+    rank = int(found["mpi"] or found["slurm"] or found["ray"])
     return str(rank), rank

@@ -83,8 +83,9 @@ def read_training_log(path: Path) -> TrainingLog:
     if log.room == 0:
         missing.append(f"{path.name}: only its first {MOST_READINGS} lines of iterations are used; split it")
     if len(runs) > 1:
+        what = "its bar" if chosen == "progress bar" else "the job"
         missing.append(
-            f"{path.name}: the job began anew {len(runs) - 1} times; its {len(runs)} runs are judged each"
+            f"{path.name}: {what} began anew {len(runs) - 1} times; its {len(runs)} runs are judged each"
         )
     holes = sum(_holes([one.number for one in run.iterations]) for run in runs)
     if holes and chosen != "progress bar":

@@ -15,6 +15,7 @@ MARKS = (b"atchdog", b"NCCL work", b"enqueued work", b"collective #", b"Error: "
 
 _MOST_RANKS = 1 << 20
 _NO_PHASE = -1
+_FEW = 4  # operations by which the ranks of a group may differ where lines name no group
 _DEFAULT = "0"  # the name of the group of all ranks
 _TIMEOUT = re.compile(
     r"Rank (\d{1,7})\] Watchdog caught collective operation timeout: "
@@ -160,12 +161,26 @@ class WatchdogWords:
                 self._known.setdefault(int(word), {}).setdefault(self._group, _Status(enqueued, completed))
 
     def _place_timeouts(self) -> None:
-        """Give operations that timed out to their groups: to one that waits at that number, or that of all ranks."""
+        """Give operations that timed out to their groups: to one that waits at that number.
+
+        Where no group is named, it is that of all ranks if they are about as far in the same operation. Else they are
+        of several groups, of which nothing is known but that these ranks wait.
+        """
+        loose: dict[int, tuple[int, str]] = {}
         for (rank, seq), op in sorted(self._timeouts.items()):
-            own = self._known.setdefault(rank, {_DEFAULT: _Status(seq, seq - 1)})
-            fitting = [one for one in own.values() if one.completed + 1 == seq <= one.enqueued]
+            if rank not in self._known:
+                loose.setdefault(rank, (seq, op))
+                continue
+            fitting = [one for one in self._known[rank].values() if one.completed + 1 == seq <= one.enqueued]
             for one in fitting[:1]:
                 one.op = op
+        if not loose:
+            return
+        numbers = [seq for seq, _ in loose.values()]
+        numbers += [own[_DEFAULT].completed + 1 for own in self._known.values() if _DEFAULT in own]
+        if max(numbers) - min(numbers) <= _FEW and len({op for _, op in loose.values()}) == 1:
+            for rank, (seq, op) in loose.items():
+                self._known[rank] = {_DEFAULT: _Status(seq, seq - 1, op)}
 
     def _name(self, key: str) -> str:
         description = self._descriptions.get(key, "")

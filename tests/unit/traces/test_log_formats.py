@@ -85,3 +85,7 @@ def test_a_line_that_is_no_iteration(text: str) -> None:
 )
 def test_who_wrote_a_line(text: str, label: tuple[str, int | None]) -> None:
     assert speaker(text) == label
+
+
+def test_a_step_beyond_all_numbers_is_no_reading() -> None:
+    assert reading("global_step: 1e999 | train_step_timing in s: 1") is None

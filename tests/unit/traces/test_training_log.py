@@ -175,3 +175,23 @@ def test_a_log_is_known_by_its_end(tmp_path: Path) -> None:
     assert looks_like_training_log(path)
     (run,) = read_training_log(path).runs
     assert run.timeouts is not None
+
+
+def test_unlabelled_lines_of_two_ranks_out_of_order_are_one_run(tmp_path: Path) -> None:
+    order = [1, 2, 1, 2, 3, 3, 4, 4, *(n + at for n in range(5, 60, 2) for at in (0, 1, 0, 1))]
+    text = "".join(line(n, 1400.0 + place) for place, n in enumerate(order))
+    assert numbers(read_training_log(log(tmp_path / "log", text))) == [list(range(1, 61))]
+
+
+def test_bars_of_two_nodes_that_begin_again_in_every_epoch_are_one_run(tmp_path: Path) -> None:
+    steps = [n for epoch in range(3) for n in range(1, 21)]
+    lines = sorted((place + lag, n) for lag in (0.0, 1.5) for place, n in enumerate(steps))
+    text = "\r".join(f" {5 * n}%|█ | {n}/20 [00:{n:02d}<00:10, {1 + n % 2 / 10:.2f}it/s]" for _, n in lines)
+    read = read_training_log(log(tmp_path / "log", text))
+    assert (numbers(read), read.missing) == ([list(range(1, 61))], ())
+
+
+def test_a_bar_that_begins_again_before_its_end_is_another_run(tmp_path: Path) -> None:
+    text = "\r".join(f"{n}/90 [00:{n:02d}<00:10, 1.00it/s]" for n in (*range(1, 50), *range(1, 40)))
+    read = read_training_log(log(tmp_path / "log", text))
+    assert numbers(read) == [list(range(1, 50)), list(range(1, 40))]

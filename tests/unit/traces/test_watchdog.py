@@ -101,3 +101,15 @@ def test_without_a_timeout_there_is_nothing() -> None:
 def test_the_first_of_several_timeouts_of_a_rank_counts() -> None:
     told = words([timeout(0, seq, label=False) for seq in (96120, 96117, 96125)])
     assert progress(told) == {0: {"0": (96117, 96116)}}
+
+
+def test_ranks_that_wait_in_different_operations_of_unnamed_groups_are_not_compared() -> None:
+    told = words([timeout(0, 808, label=False), timeout(1, 5000, "ALLGATHER", label=False)])
+    assert told is not None
+    assert (told.states, told.waiting) == ((), {0, 1})
+    assert progress(words([timeout(0, 808, label=False), timeout(1, 5000, label=False)])) == {}
+
+
+def test_the_rank_counts_before_the_task_of_a_launcher() -> None:
+    assert progress(words(["3: " + timeout(24, 808)])) == {24: {"0": (808, 807)}}
+    assert progress(words(["[default1]:" + timeout(9, 808)])) == {9: {"0": (808, 807)}}
