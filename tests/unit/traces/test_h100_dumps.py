@@ -8,7 +8,7 @@ import pytest
 
 from keepstep.analyze import analyze
 
-DATA = Path(__file__).parents[2] / "data" / "h100"
+DATA = Path(__file__).parents[2] / "recorded" / "h100"
 
 
 @pytest.mark.parametrize("case", ["asleep_before_backward", "asleep_host_waits"])
