@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.25  # part of the job's growth that a rank's own time must show
 _EXPLAINS = 0.5  # part of it from which that rank alone is the reason
 _ALIKE = 0.5  # part of the greatest growth; ranks above it cannot be told apart
 _LEAST_TIMES = 3  # iterations with times of ranks, before and during a slowdown
-_FEW = 1 / 3  # as many ranks as this, of those that were heard, can be suspected for their silence
+_FEW = 1 / 3  # the largest share of the waiting ranks that may be suspected for their silence
 _JOB_ONLY = "times per rank: the log has the job's iteration time only"
 
 

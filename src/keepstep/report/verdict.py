@@ -50,7 +50,7 @@ def render(
     """
     try:
         lines = _lines_of(incident, world or incident.world_size, run, timeline, now_unix_s)
-    except (ArithmeticError, ValueError, OSError) as error:  # as for the time of day of the year 10^300
+    except (ArithmeticError, ValueError, OSError) as error:  # e.g. a time of day in the year 10^300
         raise RunError(
             f"incident {incident.number:04d} holds a number that cannot be shown ({error}): its file was damaged; "
             "see it with --json"

@@ -10,7 +10,7 @@ from keepstep.core.errors import TraceError
 from keepstep.core.regular_files import open_regular
 
 MOST_RANKS = 1 << 20  # a number from here on is a date or a process id, not a rank
-MOST_FILES = 1 << 17  # of one folder
+MOST_FILES = 1 << 17  # files read from one folder
 _RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_.=-]?(\d{1,9})", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 _AT_THE_END = re.compile(r"\d\.?(json|pickle|pkl)?$")
@@ -99,6 +99,7 @@ def _numbered(paths: Sequence[Path]) -> list[int | None]:
     for place, column in enumerate(zip(*rows, strict=True)):
         ranks = [number if number < MOST_RANKS else None for number in column]
         distinct = {rank for rank in ranks if rank is not None}
-        dense = max(distinct, default=0) < 16 * len(paths) + 1024  # as ranks are, and process ids are not
+        # Ranks lie close together, process ids do not.
+        dense = max(distinct, default=0) < 16 * len(paths) + 1024
         columns.append(((len(distinct), dense, place), ranks))
     return max(columns)[1] if columns else [None] * len(paths)

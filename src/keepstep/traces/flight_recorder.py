@@ -30,10 +30,10 @@ from keepstep.traces.dump_files import MOST_RANKS, ranks_of
 from keepstep.traces.plain_data import MOST_BYTES, read_json, read_pickle
 from keepstep.traces.recorded_content import Content, content_of
 
-MOST_CALLS = 200_000  # of a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
-_MOST_MEMBERS = 2 << 20  # of all groups of a dump together
-_MOST_NUMBER = 1 << 62  # of sequence numbers and times
-_MOST_LETTERS = 200  # of a name
+MOST_CALLS = 200_000  # calls read from a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
+_MOST_MEMBERS = 2 << 20  # members of all groups of a dump together
+_MOST_NUMBER = 1 << 62  # the largest sequence number or time in ns
+_MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
 _APART_NS = 3_600_000_000_000  # between calls of one run and another: no hang is kept up for so long without a timeout
 _FAR = 1024  # ranks between a file's rank and the one before: then its number is no rank
@@ -104,7 +104,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         except TraceError as error:
             missing.append(
                 f"rank {rank}: {path.name} {' '.join(str(error).split())}"
-            )  # it may hold damaged bytes
+            )  # the line may hold damaged bytes
             unread.add(rank)
             continue
         if rank not in files:
@@ -364,7 +364,7 @@ def _parse(content: Any, rank: int) -> _Dump:
         if entry.peer < 0:
             told.setdefault(entry.group, []).append(entry)
     for key, own in told.items():
-        if key not in counts:  # as in dumps of older versions
+        if key not in counts:  # dumps of older versions lack it
             done = [entry.seq for entry in own if entry.done]
             first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
             counts[key] = max(entry.seq for entry in own), first_open - 1

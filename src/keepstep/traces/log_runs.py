@@ -14,7 +14,7 @@ from keepstep.traces.rank_timers import RankTimers
 from keepstep.traces.watchdog import Timeouts, WatchdogWords
 
 MOST_READINGS = 2_000_000  # iterations, of all ranks together, that are used
-_LEAST_READINGS = 12  # of a format, to be preferred to another that the log has more of
+_LEAST_READINGS = 12  # a format with fewer is not preferred to one that the log has more of
 _NEARBY = 4  # places by which lines of several writers may be out of order
 _AT_THE_END = 0.9  # share of a bar from which it is at its end
 _BEGIN = re.compile(rb"before the start of training step|using world size:|raining starts at step")

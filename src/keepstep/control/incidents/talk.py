@@ -96,7 +96,7 @@ class Talk:
         if kind.silent_until_s is not None:
             if now_s < kind.silent_until_s:
                 return False
-            if now_s > kind.silent_until_s + kind.pause_s:  # it was quiet
+            if now_s > kind.silent_until_s + kind.pause_s:  # the kind was quiet for a whole pause
                 kind.told, kind.pause_s, kind.silent_until_s = 0, _FIRST_PAUSE_S, None
         kind.told += 1
         if kind.told >= (_SURE_AT_ONCE if named else 1):
