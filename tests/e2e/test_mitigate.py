@@ -6,6 +6,7 @@ The accelerator is emulated by a sleep for each micro-batch; the sleeps of one r
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -86,18 +87,17 @@ def test_a_slow_replica_gets_less_and_its_share_back(tmp_path: Path) -> None:
         said = end(process, folder)
     assert "S2, micro-batches" in said
     assert "S2 is taken back" in said
-    saved = [
-        one for one in incidents(folder) if one["saved_s"]
-    ]  # of others, too, where the machine is uneven
-    (incident,) = [one for one in saved if [culprit["rank"] for culprit in one["culprits"]] == [2]]
-    first = next(one for one in incident["actions"] if one["name"] == "S2, micro-batches")
-    assert (
-        "5 to replica 2" in first["detail"]
-        or "4 to replica 2" in first["detail"]
-        or "3 to" in first["detail"]
-    )
-    assert first["expected_iteration_s"] < first["before_iteration_s"]
-    assert first["measured_iteration_s"] > 0  # how much shorter it is: benchmarks/mitigate.py
+    taken = [
+        action
+        for incident in incidents(folder)  # more than one, where the machine is uneven
+        if 2 in [culprit["rank"] for culprit in incident["culprits"]]
+        for action in incident["actions"]
+        if action["name"] == "S2, micro-batches" and re.search(r"\b[345] to replica 2", action["detail"])
+    ]
+    assert taken, incidents(folder)
+    assert any(action["expected_iteration_s"] < action["before_iteration_s"] for action in taken)
+    # How much shorter it is: benchmarks/mitigate.py.
+    assert any((action["measured_iteration_s"] or 0) > 0 for action in taken)
     rows = steps(folder)
     with training(undisturbed, "--mitigate", "off", steps=len(rows)) as process:
         process.communicate(timeout=PATIENCE_S)
