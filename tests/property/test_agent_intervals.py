@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tests.effort import many
 from tests.unit.agent import agent_generator as g
 
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.intervals import NOTHING, Union
-from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import summarise
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)

@@ -46,6 +46,7 @@ _REOPEN_NS = 2_000_000_000
 _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
+_MOST_TOGETHER = 1024  # most iterations that are taken together, however short
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
 _STARTING_NS = (
     30_000_000_000  # a hang in the start-up is told so often: the others may come to wait for it later
@@ -104,8 +105,8 @@ class NodeAgent:
             ring.process = identify(workers[ring.rank]) if workers and ring.rank in workers else None
         self._local = frozenset(rings)
         self._log = StepLog(run_dir / "nodes" / str(node_rank) / "iterations.jsonl", self._local)
-        # Iterations that are not logged yet, with their start in Unix time.
-        self._ended: list[tuple[IterationSummary, float]] = []
+        # Iterations that are not logged yet, with their start in Unix time, and how many were taken together.
+        self._ended: list[tuple[IterationSummary, float, int]] = []
         self._sensors = HostSensors()
         self._gpus = gpus
         self._sockets = SocketSensor()
@@ -116,6 +117,7 @@ class NodeAgent:
         self._holding = Holding(self._pages, node_rank, self._steps_at_end_of)
         self.microbatches = Microbatches(self._pages, node_rank)
         self._all_overdue = False
+        self._together = 1
         # Largest share of its ring that a rank wrote between the last two polls; above 1 records were lost.
         self.filled = 0.0
 
@@ -137,6 +139,12 @@ class NodeAgent:
             if self._sockets.looked_s * 1e9 < last_ns:
                 self._look_at_sockets(now_ns)
         return busy
+
+    def take_together(self) -> None:
+        """Take twice as many short iterations together as before, because the agent costs too much."""
+        self._together = min(2 * self._together, _MOST_TOGETHER)
+        for ring in self._rings:
+            ring.track.cutter.together = self._together
 
     def hold(self, message: Message) -> None:
         """Carry out a message of the controller about holds."""
@@ -203,7 +211,7 @@ class NodeAgent:
         """The answer to a request: iterations, oldest first, and network traffic around the onset."""
         self._holding.take_times(_TIMES_S)
         first, last, wanted = request.first_step, request.last_step, frozenset(request.blocks_of)
-        found = [one for ring in self._rings for one in ring.track.history if first <= one.step <= last]
+        found = [one for ring in self._rings for one in ring.track.iterations(first, last)]
         found.sort(key=lambda one: (one.step, one.rank))
         clock = self._recent_clock()
         asked = [ring.track for ring in self._rings if ring.rank in wanted]
@@ -297,7 +305,7 @@ class NodeAgent:
         if len(track.groups) > ring.groups:
             for message in self._new_groups(ring):
                 self._send(message)
-        self._ended.extend((iteration, _unix_s(header, iteration.start_s)) for iteration in taken.iterations)
+        self._ended.extend((one, _unix_s(header, one.start_s), count) for one, count in taken.iterations)
         for finding in taken.findings:
             self._send(Found(finding))
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
@@ -340,6 +348,7 @@ class NodeAgent:
         pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.track.watch.hang.pauses.update(pauses)
+        ring.track.cutter.together = self._together
         ring.process = identify(header.pid)
         ring.told.clear()
         ring.groups = 0
@@ -350,8 +359,8 @@ class NodeAgent:
 
     def _log_steps(self) -> None:
         """Log the new iterations in order of steps, because the log keeps only few steps open at a time."""
-        for iteration, start_unix_s in sorted(self._ended, key=lambda one: one[0].step):
-            self._log.add(iteration, start_unix_s)
+        for iteration, start_unix_s, together in sorted(self._ended, key=lambda one: one[0].step):
+            self._log.add(iteration, start_unix_s, together)
         self._ended.clear()
 
     def _complain(self, ring: _Ring, complaint: str, now_ns: int) -> None:

@@ -256,8 +256,11 @@ class Program:
         cpu_s = time.process_time()
         share = (cpu_s - self._cpu_s) / max(now_s - self._cpu_since_s, 1e-9)
         self._cpu_s, self._cpu_since_s = cpu_s, now_s
-        # Polls are made less often while the agent's share of a core is above its budget, else more often again.
+        # Polls are made less often while the agent's share of a core is above its budget, else more often again. Where
+        # that is not enough, short iterations are taken together for good: single ones would make other noise.
         if share > _CPU_SHARE:
+            if self._interval_s == _SLOWEST_POLL_S:
+                self._agent.take_together()
             self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
         elif share < 0.7 * _CPU_SHARE:
             self._interval_s = max(self._interval_s / 1.1, _POLL_S)

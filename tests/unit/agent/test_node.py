@@ -99,6 +99,24 @@ def test_steps_are_counted_logged_and_profiled(node: Node) -> None:
     assert profile.iterations[0].streams[0].group == "world"
 
 
+def test_steps_taken_together_are_profiled_one_by_one_and_logged_once(node: Node) -> None:
+    for _ in range(12):
+        node.step()
+        node.poll(0.1)
+    node.agent.take_together()
+    node.agent.take_together()
+    for _ in range(12):
+        node.step()
+        node.poll(0.1)
+    assert [one.step for one in node.agent.heartbeat(time.monotonic_ns()).ranks] == [23, 23]
+    log = [json.loads(line) for line in (node.run_dir / "nodes/0/iterations.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [*range(12), 15, 19, 23]
+    assert [line["ranks"]["1"].get("n") for line in log[-4:]] == [None, 4, 4, 4]
+    profile = node.agent.profile(ProfileRequest(9, 10, 14))
+    assert [one.step for one in profile.iterations] == [number for step in range(10, 15) for number in (step, step)]
+    assert all(one.streams[0].count == profile.iterations[0].streams[0].count for one in profile.iterations)
+
+
 def test_a_profile_lets_the_gpus_times_be_taken_for_a_while(node: Node) -> None:
     descriptor = orders.create()
     agent = NodeAgent(

@@ -76,17 +76,22 @@ class CustomLoop:
             if not bool((numbers[place : place + length] == usual).all()):
                 place += 1
                 continue
-            one = rows[place : place + length]
-            place += length
-            known = one["end_ns"][one["end_ns"] > 0]
-            last_start = int(one["start_ns"].max())
-            if len(known) < length and place == len(numbers) and now_ns - last_start < _QUIET_NS:
-                break  # the last operations of this iteration may still be under way
-            self._after_ticket = int(one["ticket"][-1])
-            end_ns = max(last_start, int(known.max()) if len(known) else 0)
-            if place < len(numbers):
-                end_ns = min(end_ns, max(last_start, int(rows["start_ns"][place])))
-            found.append((end_ns, (int(one["seq"][-1]) - 1) // self._per_step))
+            whole = (len(numbers) - place) // length
+            same = (numbers[place : place + whole * length].reshape((whole, length)) == usual).all(axis=1)
+            count = whole if same.all() else int(same.argmin())
+            following = rows["start_ns"][place + length :: length][:count].astype(np.int64)
+            run = rows[place : place + count * length].reshape((count, length))
+            place += count * length
+            last_start, last_end = run["start_ns"].max(axis=1).astype(np.int64), run["end_ns"].max(axis=1)
+            if place == len(numbers) and not run["end_ns"][-1].all() and now_ns - last_start[-1] < _QUIET_NS:
+                count -= 1  # the last operations of this iteration may still be under way
+            ends_ns = np.maximum(last_start, last_end.astype(np.int64))
+            latest = np.maximum(last_start[: len(following)], following)
+            ends_ns[: len(following)] = np.minimum(ends_ns[: len(following)], latest)
+            if count:
+                steps = (run["seq"][:count, -1].astype(np.int64) - 1) // self._per_step
+                found += zip(ends_ns[:count].tolist(), steps.tolist(), strict=True)
+                self._after_ticket = int(run["ticket"][count - 1, -1])
         if not found and len(numbers) > 8 * length + 64:
             # The loop has changed, so its period is learned anew.
             self._usual, self._look_at = None, _FIRST_LOOK

@@ -8,20 +8,21 @@ script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
 from keepstep.agent.ranks.custom import CustomLoop
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
-from keepstep.agent.ranks.intervals import NOTHING, Union, clipped
+from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.markers import StepMarkers
+from keepstep.agent.ranks.pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
 
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
+LONGEST_TOGETHER_NS = 1_000_000_000
+_OTHERS = 0.25  # operations more or fewer than usual in an iteration, on average, with which several are still alike
 _FIRST_SEQ = 1  # the ring counts from 1
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE = int(Kind.PHASE)
@@ -29,45 +30,11 @@ _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 )
 _GC = int(Phase.GC)
-_NOTHING_NEW = frozenset({_OPTIMIZER, _GC})
-_PAUSES = (int(Phase.EVALUATION), int(Phase.CHECKPOINT), int(Phase.HOLD))
-_AFTER = dict.fromkeys((_OPTIMIZER, *_PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
+_NOTHING_NEW = {_OPTIMIZER, _GC}
+_AFTER = dict.fromkeys((_OPTIMIZER, *PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
+_IS_PAUSE = np.isin(np.arange(256), PAUSES)
+_IS_NEW = ~np.isin(np.arange(256), tuple(_NOTHING_NEW))
 _PASSES = (int(Phase.MODEL), _BACKWARD)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """One iteration of one rank with its records; times are in ns on the node's clock.
-
-    ``rows``: records that began in the iteration and outside its pauses, and earlier records that were still in flight.
-    A record whose end is 0 or after ``end_ns`` was in flight when the iteration ended. ``whole``: no record was lost.
-    """
-
-    step: int
-    start_ns: int
-    end_ns: int
-    rows: Rows
-    pauses: Union
-    evaluation_ns: int = 0
-    checkpoint_ns: int = 0
-    warm_up: bool = False
-    whole: bool = True
-
-    @property
-    def duration_ns(self) -> int:
-        """The duration without pauses, as a step clock in the script would show it."""
-        return self.end_ns - self.start_ns - self.pauses.total_ns
-
-
-@dataclass(slots=True)
-class _Marker:
-    """A finished optimizer step."""
-
-    number: int  # counted from 0 over the whole ring
-    ticket: int
-    start_ns: int
-    end_ns: int
-    thread: int
 
 
 class IterationCutter:
@@ -76,14 +43,19 @@ class IterationCutter:
     Once it is known how many optimizer steps an iteration has, an iteration is cut when its last optimizer step ends.
     Before that it is cut when another phase begins or 50 ms pass. ``renumbered`` counts how often that number changed:
     earlier iterations then have another length and should be forgotten.
+
+    ``together``, a power of two, is how many iterations are cut together where they are short and alike: at most as
+    many as last 1 s, with their usual operations and without pauses but for checkpoints. They end before a step that is
+    a multiple of it, so that all ranks cut alike. 1, as it is at first: each is cut singly.
     """
 
     def __init__(self, records: int = 65536) -> None:
         self.renumbered = 0
-        self.step = -1  # number of the last finished iteration
+        self.together = 1
+        self.step = -1  # number of the last finished iteration, be it cut or not
         self.first_step = 0  # number of the first iteration; set before that ends
         self._buffer = EventBuffer()
-        self._markers: list[_Marker] = []
+        self._markers: list[Marker] = []
         self._open: dict[int, tuple[int, int]] = {}  # code and start of open phases, by ticket
         self._passes = dict.fromkeys(_PASSES, 0)  # forward and backward passes begun since the last cut
         self._usual_passes = 0  # forward or backward passes in the last iteration, whichever were more
@@ -103,6 +75,10 @@ class IterationCutter:
         self._last_pause_ns = 0  # start of the newest pause
         self._paused_before_ns = 0  # pauses that began earlier are over and belong to earlier iterations
         self._provisional = 0
+        self._singly = 0  # how many of the next iterations are cut singly because they are not alike
+        self._custom_ends: list[
+            tuple[int, int]
+        ] = []  # ends and numbers of those that are not cut, without optimizer
 
     def feed(self, started: Rows, finished: Rows, lost: int, now_ns: int) -> list[Cut]:
         """Take a batch of the ring at ``now_ns``; return the iterations that it completes, in order."""
@@ -117,7 +93,13 @@ class IterationCutter:
             self.renumbered += 1
         cuts: list[Cut] = []
         while (last := self._ended(now_ns)) is not None:
-            cut = self._cut(last)
+            count, cut = self._next()
+            if not count:
+                break
+            if cut is None:
+                cut = self._cut(last)
+            else:
+                self._pass(cut)
             if cut is not None:
                 self.step = cut.step
                 cuts.append(cut)
@@ -144,24 +126,29 @@ class IterationCutter:
     def microbatch(self) -> int:
         """Number of the open forward or backward pass, from 0; -1: none is open, or iterations have only one."""
         code, _ = self.phase()
-        return self._passes[code] - 1 if code in self._passes and self._usual_passes > 1 else -1
+        if code not in self._passes or self._usual_passes <= 1:
+            return -1
+        begun = self._passes[code] - 1
+        return begun % self._usual_passes if self.together > 1 else begun
 
     def _note_phases(self, started: Rows, finished: Rows) -> None:
         place = np.flatnonzero(started["kind"] == _PHASE)
         if len(place):
             fresh = started[place]
-            for ticket, op, start in zip(
-                fresh["ticket"].tolist(), fresh["op"].tolist(), fresh["start_ns"].tolist(), strict=True
-            ):
-                self._open[ticket] = op, start
-                self._seen_backward = self._seen_backward or op == _BACKWARD
-                self._seen_optimizer = self._seen_optimizer or op == _OPTIMIZER
-                if op in self._passes:
-                    self._passes[op] += 1
-                if op in _PAUSES:
-                    self._last_pause_ns = start
-                if op not in _NOTHING_NEW:
-                    self._last_new_ns = max(self._last_new_ns, start)
+            codes, starts = fresh["op"], fresh["start_ns"]
+            counts = dict(zip(*(each.tolist() for each in np.unique(codes, return_counts=True)), strict=True))
+            self._seen_backward = self._seen_backward or _BACKWARD in counts
+            self._seen_optimizer = self._seen_optimizer or _OPTIMIZER in counts
+            for code in _PASSES:
+                self._passes[code] += counts.get(code, 0)
+            if any(code in counts for code in PAUSES):
+                self._last_pause_ns = int(starts[_IS_PAUSE[codes]][-1])
+            if not _NOTHING_NEW.issuperset(counts):
+                self._last_new_ns = max(self._last_new_ns, int(starts[_IS_NEW[codes]].max()))
+            going_on = fresh[~np.isin(fresh["ticket"], finished["ticket"])]
+            self._open.update(
+                zip(going_on["ticket"].tolist(), going_on[["op", "start_ns"]].tolist(), strict=True)
+            )
             oldest = int(fresh["ticket"][-1]) - self._records
             for ticket in [ticket for ticket in self._open if ticket < oldest]:
                 del self._open[ticket]
@@ -182,7 +169,7 @@ class IterationCutter:
         self._seen_optimizer = True
         for seq, *others in steps[["seq", "ticket", "start_ns", "end_ns", "thread"]].tolist():
             if seq - _FIRST_SEQ > self._edge_number:
-                self._markers.append(_Marker(seq - _FIRST_SEQ, *others))
+                self._markers.append(Marker(seq - _FIRST_SEQ, *others))
         self._markers.sort(key=lambda marker: marker.number)
 
     def _ended(self, now_ns: int) -> int | None:
@@ -246,15 +233,15 @@ class IterationCutter:
             return None
         return Cut(step + self.first_step, start_ns, end_ns, *found, step < WARM_UP_STEPS, whole)
 
-    def _count_passes(self, begun: Rows) -> None:
-        """Count passes for the next iteration: those that began after the last one ended."""
+    def _count_passes(self, begun: Rows, iterations: int = 1) -> None:
+        """Count passes for the next iteration: those that began after the last ``iterations`` ended."""
         fresh = {
             code: int(((begun["kind"] == _PHASE) & (begun["op"] == code)).sum()) for code in self._passes
         }
-        self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh)
+        self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh) // iterations
         self._passes = fresh
 
-    def _number(self, taken: list[_Marker]) -> tuple[int, bool]:
+    def _number(self, taken: list[Marker]) -> tuple[int, bool]:
         """The iteration's number, and whether no marker is missing since the last cut."""
         last = taken[-1].number
         if self._learned.per_step:
@@ -267,7 +254,76 @@ class IterationCutter:
     def _numbering(self) -> tuple[int, int]:
         return self._learned.per_step or self._provisional, self._learned.offset
 
-    def _teach(self, begun: Rows, taken: list[_Marker]) -> None:
+    def _waiting(self) -> tuple[list[int], list[int]]:
+        """The numbers and ends of iterations that have ended and are not cut; none where markers may be missing."""
+        if not self._seen_optimizer:
+            return [number for _, number in self._custom_ends], [end_ns for end_ns, _ in self._custom_ends]
+        per_step, markers, first = self._learned.per_step, self._markers, self._edge_number + 1
+        whole = len(markers) // per_step * per_step if per_step else 0
+        if (
+            not whole
+            or (first - self._learned.offset) % per_step
+            or markers[whole - 1].number != first + whole - 1
+        ):
+            return [], []
+        groups = [markers[at : at + per_step] for at in range(0, whole, per_step)]
+        ends_ns = [max(marker.end_ns for marker in group) for group in groups]
+        if self._begun_before(ends_ns[-1], _OPTIMIZER):
+            ends_ns.pop()
+        number = (first - self._learned.offset) // per_step
+        return list(range(number, number + len(ends_ns))), ends_ns
+
+    def _next(self) -> tuple[int, Cut | None]:
+        """How many iterations to cut next, and their cut if they are to be cut together; 0: none yet."""
+        if self._singly or self.together == 1:
+            self._singly = max(self._singly - 1, 0)
+            return 1, None
+        numbers, ends_ns = self._waiting()
+        if not numbers or self._edge_ns is None or numbers[0] < WARM_UP_STEPS:
+            return 1, None
+        together, each_ns = self.together, (ends_ns[-1] - self._edge_ns) / len(ends_ns)
+        while together > 1 and together * each_ns > LONGEST_TOGETHER_NS:
+            together //= 2
+        count = together - (numbers[0] + self.first_step) % together
+        if count > len(numbers):
+            self.step = numbers[-1] + self.first_step
+            return 0, None
+        cut = self._together(numbers[:count], ends_ns[:count], self._edge_ns) if count > 1 else None
+        self._singly = count - 1 if cut is None else 0
+        return count if cut else 1, cut
+
+    def _together(self, numbers: list[int], ends_ns: list[int], start_ns: int) -> Cut | None:
+        """These iterations as one cut; None unless they follow each other and are as usual."""
+        usual, end_ns, pauses = self._usual.length, ends_ns[-1], NOTHING
+        if not usual or not self._whole or numbers[-1] - numbers[0] != len(numbers) - 1:
+            return None
+        rows = self._buffer.gather()
+        begun = rows[rows["start_ns"] < end_ns]
+        if self._last_pause_ns >= self._paused_before_ns:
+            saved = checkpoints_in(begun, start_ns, end_ns, self._markers) if self._markers else None
+            if saved is None:
+                return None
+            pauses, begun = saved, outside(begun, saved) if saved.total_ns else begun
+        found = int(np.count_nonzero(is_symbol(begun) & (begun["start_ns"] >= start_ns)))
+        if abs(found - usual * len(ends_ns)) > _OTHERS * len(ends_ns):
+            return None
+        ends = np.array(ends_ns, np.int64)
+        step = numbers[-1] + self.first_step
+        return Cut(step, start_ns, end_ns, begun, pauses, checkpoint_ns=pauses.total_ns, ends_ns=ends)
+
+    def _pass(self, cut: Cut) -> None:
+        """Leave behind what was cut together."""
+        if self._seen_optimizer:
+            count = cut.steps * self._learned.per_step
+            last = self._markers[count - 1]
+            del self._markers[:count]
+            self._edge_number, self._edge_ticket = last.number, last.ticket
+            rows = self._buffer.gather()
+            self._count_passes(rows[rows["start_ns"] >= cut.end_ns], cut.steps)
+        self._edge_ns = cut.end_ns
+        self._buffer.drop_before(cut.end_ns)
+
+    def _teach(self, begun: Rows, taken: list[Marker]) -> None:
         """Tell the learner of the markers which operations and passes lie between each of them and the one before."""
         before = self._edge_ticket
         content = begun[is_symbol(begun)]
@@ -281,28 +337,43 @@ class IterationCutter:
     def _feed_custom(self, now_ns: int) -> list[Cut]:
         """As `feed`, for a loop without optimizer steps, which is cut by its communication alone."""
         cuts: list[Cut] = []
-        for end_ns, step in self._custom.edges(self._buffer, now_ns):
-            rows = self._buffer.gather()
-            begun = rows[rows["start_ns"] < end_ns]
-            if self._edge_ns is not None and len(begun):
-                self.step = step + self.first_step
-                found = self._without_pauses(begun, self._edge_ns, end_ns, None)
-                cuts.append(Cut(self.step, self._edge_ns, end_ns, *found, step < WARM_UP_STEPS, self._whole))
-            self._edge_ns, self._whole = end_ns, True
-            self._buffer.drop_before(end_ns)
+        self._custom_ends += self._custom.edges(self._buffer, now_ns)
+        while self._custom_ends:
+            count, cut = self._next()
+            if not count:
+                break
+            if cut is None:
+                cut = self._cut_custom(*self._custom_ends[0])
+            else:
+                self._pass(cut)
+            del self._custom_ends[:count]
+            if cut is not None:
+                self.step = cut.step
+                cuts.append(cut)
         return cuts
 
+    def _cut_custom(self, end_ns: int, number: int) -> Cut | None:
+        rows = self._buffer.gather()
+        begun, start_ns, whole = rows[rows["start_ns"] < end_ns], self._edge_ns, self._whole
+        self._edge_ns, self._whole = end_ns, True
+        cut = None
+        if start_ns is not None and len(begun):
+            found = self._without_pauses(begun, start_ns, end_ns, None)
+            cut = Cut(number + self.first_step, start_ns, end_ns, *found, number < WARM_UP_STEPS, whole)
+        self._buffer.drop_before(end_ns)
+        return cut
+
     def _without_pauses(
-        self, begun: Rows, start_ns: int, end_ns: int, taken: list[_Marker] | None
+        self, begun: Rows, start_ns: int, end_ns: int, taken: list[Marker] | None
     ) -> tuple[Rows, Union, int, int]:
         """The records outside all pauses, the iteration's pauses, and the time of evaluation and of checkpoints."""
         pauses, evaluation_ns, checkpoint_ns = NOTHING, 0, 0
         if self._last_pause_ns >= self._paused_before_ns:
-            pauses, evaluation_ns, checkpoint_ns = _pauses(
+            pauses, evaluation_ns, checkpoint_ns = pauses_in(
                 begun, start_ns, end_ns, taken[-1] if taken else None
             )
-            begun = _outside(begun, pauses) if pauses.total_ns else begun
-            going_on = [start for code, start in self._open.values() if code in _PAUSES and start < end_ns]
+            begun = outside(begun, pauses) if pauses.total_ns else begun
+            going_on = [start for code, start in self._open.values() if code in PAUSES and start < end_ns]
             self._paused_before_ns = min([end_ns, *going_on])
         if taken:
             self._teach(begun, taken)
@@ -315,7 +386,7 @@ class IterationCutter:
             until_ns, marked_ns = start_ns + unmarked + pauses.total_ns, pauses.total_ns
             pauses = pauses.joined(Union(np.array([start_ns], np.int64), np.array([until_ns], np.int64)))
             evaluation_ns += pauses.total_ns - marked_ns
-            begun = _outside(begun, pauses)
+            begun = outside(begun, pauses)
         return begun, pauses, evaluation_ns, checkpoint_ns
 
 
@@ -325,36 +396,3 @@ def _first_activity(rows: Rows, end_ns: int) -> int:
     if len(startup) and int(startup["end_ns"].max()) > 0:
         return min(int(startup["end_ns"].max()), end_ns)
     return int(rows["start_ns"].min()) if len(rows) else end_ns
-
-
-def _pauses(rows: Rows, start_ns: int, end_ns: int, last: _Marker | None) -> tuple[Union, int, int]:
-    """The union of the training thread's pauses, and the time of evaluation and of checkpoints.
-
-    ``last``: the iteration's last optimizer step, if it has any.
-    """
-    phases = rows["kind"] == _PHASE
-    unions: list[Union] = []
-    for code in _PAUSES:
-        found = rows[phases & (rows["op"] == code)]
-        if last is not None and len(found):
-            # Other threads (asynchronous checkpoints) do not pause the training. A pause around an optimizer step is
-            # not real either: a model was left in eval mode.
-            ends = found["end_ns"]
-            held = (ends == 0) | (ends > last.start_ns)
-            found = found[(found["thread"] == last.thread) & ~(held & (found["start_ns"] < last.start_ns))]
-        if not len(found):
-            unions.append(NOTHING)
-            continue
-        ends = np.where(found["end_ns"] == 0, end_ns, found["end_ns"])
-        unions.append(Union(*clipped(found["start_ns"], ends, start_ns, end_ns)))
-    evaluation, checkpoint, hold = unions
-    joined = evaluation.joined(checkpoint).joined(hold)
-    return joined, evaluation.less(checkpoint), checkpoint.total_ns
-
-
-def _outside(rows: Rows, pauses: Union) -> Rows:
-    """The records that did not begin inside a pause."""
-    starts: NDArray[np.int64] = rows["start_ns"]
-    place = np.searchsorted(pauses.starts, starts, "right") - 1
-    inside = (place >= 0) & (starts < pauses.ends[place])
-    return rows[~inside]

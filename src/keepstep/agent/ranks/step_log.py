@@ -32,8 +32,11 @@ class StepLog:
         self._file = self._opened()
         self._size = self._file.tell()
 
-    def add(self, iteration: IterationSummary, start_unix_s: float) -> None:
-        """Take one iteration, unless an earlier agent has written it already."""
+    def add(self, iteration: IterationSummary, start_unix_s: float, together: int = 1) -> None:
+        """Take one iteration, unless an earlier agent has written it already.
+
+        ``together``: of how many iterations, this one the last, it has the mean times.
+        """
         rank = str(iteration.rank)
         if start_unix_s <= self._written_to.get(rank, 0.0) + _SAME_S:
             return
@@ -48,7 +51,7 @@ class StepLog:
             "blocked": round(iteration.blocked_s, 6),
             "eval": round(iteration.evaluation_s, 6),
             "ckpt": round(iteration.checkpoint_s, 6),
-        }
+        } | ({"n": together} if together > 1 else {})
         if len(step) == self._ranks:
             self._write_until(iteration.step)
         elif len(self._open) > _STEPS_OPEN:

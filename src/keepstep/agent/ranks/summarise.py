@@ -24,9 +24,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.intervals import Times, Union, clipped
-from keepstep.agent.ranks.iterations import Cut
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import BlockKind, BlockSummary, IterationSummary, StreamSummary
 
@@ -52,6 +52,8 @@ MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
     """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
 
+    Of iterations that were cut together it is the last one's, with their mean times and no streams.
+
     Phase times such as ``data_s`` are own time: waits are left out, and a moment that lies in several phases counts
     once. So ``self_s`` less all of them is the forward pass and everything outside of phases. ``start_s`` and the times
     of streams are shifted as if all pauses had come before the iteration's start.
@@ -75,20 +77,21 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
             span = Union(*clipped(found["start_ns"], ends, cut.start_ns, cut.end_ns))
             own[phase] = span.less(taken)
             taken = taken.joined(span)
+    second = 1e-9 / cut.steps
     return IterationSummary(
         rank=rank,
         step=cut.step,
-        start_s=(cut.end_ns - cut.duration_ns) * 1e-9,
-        duration_s=cut.duration_ns * 1e-9,
-        self_s=self_ns * 1e-9,
-        blocked_s=(cut.duration_ns - self_ns) * 1e-9,
-        data_s=own[_DATA] * 1e-9,
-        backward_s=own[_BACKWARD] * 1e-9,
-        optimizer_s=own[_OPTIMIZER] * 1e-9,
-        gc_s=own[_GC] * 1e-9,
-        evaluation_s=cut.evaluation_ns * 1e-9,
-        checkpoint_s=cut.checkpoint_ns * 1e-9,
-        streams=_streams(operations, begin, until, cut, groups),
+        start_s=cut.end_ns * 1e-9 - cut.duration_ns * second,
+        duration_s=cut.duration_ns * second,
+        self_s=self_ns * second,
+        blocked_s=(cut.duration_ns - self_ns) * second,
+        data_s=own[_DATA] * second,
+        backward_s=own[_BACKWARD] * second,
+        optimizer_s=own[_OPTIMIZER] * second,
+        gc_s=own[_GC] * second,
+        evaluation_s=cut.evaluation_ns * second,
+        checkpoint_s=cut.checkpoint_ns * second,
+        streams=_streams(operations, begin, until, cut, groups) if cut.steps == 1 else (),
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from keepstep.agent.ranks.clocks import ClockSampler
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, joined
-from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Flag, Kind, Phase
@@ -32,9 +35,9 @@ _LONGEST_SHORT_S = 30.0
 
 @dataclass(slots=True)
 class Taken:
-    """Iterations and findings that one batch of records led to."""
+    """Iterations, each with how many were taken together, and findings that one batch of records led to."""
 
-    iterations: list[IterationSummary] = field(default_factory=list[IterationSummary])
+    iterations: list[tuple[IterationSummary, int]] = field(default_factory=list[tuple[IterationSummary, int]])
     findings: list[Finding] = field(default_factory=list[Finding])
 
 
@@ -46,7 +49,6 @@ class RankTrack:
         watch: makes findings of the iterations and of the rank's progress.
         thread: the thread that made the latest record; 0 before the first.
         waiting: whether the rank makes no progress because it is blocked in an operation.
-        history: the last 256 iterations of which no record was lost.
         standing: the findings that still hold, by kind.
         failed: the latest operations that ended with an error, and after which none was entered that ended well.
     """
@@ -58,13 +60,14 @@ class RankTrack:
         self.last_progress_ns = 0
         self.lost = 0
         self.groups: list[GroupInfo] = []
-        self.history: deque[IterationSummary] = deque(maxlen=HISTORY)
+        self._history: deque[IterationSummary] = deque(maxlen=HISTORY)  # iterations that were cut singly
         self.latest: IterationSummary | None = None
         self.standing: dict[str, Finding] = {}
         self.failed: Rows | None = None
         self.clock = ClockSampler(rank, local)
         self.cutter = IterationCutter(records)
-        self._cuts: deque[Cut] = deque(maxlen=_CUTS)  # the latest iterations with their records
+        self._cuts: deque[Cut] = deque()  # the latest iterations with their records
+        self._cut_rows = self._cut_steps = 0  # how many records and iterations they have
         self.watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
         self._renumbered = 0
@@ -106,8 +109,9 @@ class RankTrack:
             self._iteration(cut, now_ns, taken)
         if self.cutter.renumbered != self._renumbered:
             self._renumbered = self.cutter.renumbered
-            self.history.clear()
+            self._history.clear()
             self._cuts.clear()
+            self._cut_rows = self._cut_steps = 0
             self.watch.forget_iterations()
             self.standing.pop("slow", None)
         self._note(taken.findings)
@@ -116,11 +120,24 @@ class RankTrack:
             taken.findings = list(self.standing.values())
         return taken
 
+    def iterations(self, first_step: int, last_step: int) -> list[IterationSummary]:
+        """The iterations from ``first_step`` to ``last_step``, of the last 256, of which no record was lost."""
+        found = [one for one in self._history if first_step <= one.step <= last_step]
+        return found + [
+            summarise(cut, self.rank, self._names)
+            for several in self._cuts
+            if several.steps > 1 and several.step >= first_step and several.first_step <= last_step
+            for cut in several.singles()
+            if first_step <= cut.step <= last_step
+        ]
+
     def blocks(self, first_step: int, last_step: int) -> list[BlockSummary]:
         """Blocks and messages of the iterations from ``first_step`` to ``last_step``, if among the last two dozen."""
         return [
             block
-            for cut in self._cuts
+            for several in self._cuts
+            if several.step >= first_step and several.first_step <= last_step
+            for cut in several.singles()
             if first_step <= cut.step <= last_step
             for block in blocks_of(cut, self.rank)
         ]
@@ -203,16 +220,39 @@ class RankTrack:
     def _iteration(self, cut: Cut, now_ns: int, taken: Taken) -> None:
         summary = summarise(cut, self.rank, self._names)
         self.latest = summary
-        taken.iterations.append(summary)
+        taken.iterations.append((summary, cut.steps))
         if cut.whole:
-            self.history.append(summary)
-            self._cuts.append(cut)
-            while len(self._cuts) > 1 and sum(len(one.rows) for one in self._cuts) > _CUT_ROWS:
-                self._cuts.popleft()
+            if cut.steps == 1:
+                self._history.append(summary)
+            self._keep(cut)
         if not cut.warm_up:
-            found = self.watch.iteration(cut.step, summary.duration_s, summary.self_s, now_ns * 1e-9)
+            found = self.watch.iteration(
+                cut.first_step, summary.duration_s, summary.self_s, now_ns * 1e-9, cut.steps
+            )
             if found is not None:
-                taken.findings.append(found)
+                taken.findings.append(self._sharpened(found))
+
+    def _keep(self, cut: Cut) -> None:
+        self._cuts.append(cut)
+        self._cut_rows, self._cut_steps = self._cut_rows + len(cut.rows), self._cut_steps + cut.steps
+        while len(self._cuts) > 1:
+            oldest = self._cuts[0]
+            most = HISTORY if oldest.steps > 1 else _CUTS
+            if self._cut_rows <= _CUT_ROWS and self._cut_steps - oldest.steps < most:
+                break
+            self._cuts.popleft()
+            self._cut_rows -= len(oldest.rows)
+            self._cut_steps -= oldest.steps
+
+    def _sharpened(self, found: Finding) -> Finding:
+        """The finding with its onset at the very iteration, where iterations were cut together around it."""
+        reach = found.together
+        near = self.iterations(found.onset_step - reach, found.onset_step + 2 * reach - 1)
+        if reach == 1 or not near:
+            return found
+        grown = np.array([one.duration_s for one in near]) - (found.before_s + found.after_s) / 2
+        since = np.cumsum((grown if found.kind == "slow" else -grown)[::-1])[::-1]
+        return replace(found, onset_step=near[int(since.argmax())].step)
 
     def _note(self, findings: list[Finding]) -> None:
         for finding in findings:

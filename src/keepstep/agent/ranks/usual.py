@@ -27,6 +27,11 @@ class UsualSequence:
         self._leads: deque[int] = deque(maxlen=9)
         self._usual = 0
 
+    @property
+    def length(self) -> int:
+        """How many symbols the usual sequence has; 0 while it is not known."""
+        return len(self._contents[self._usual]) if self._counts.get(self._usual, 0) >= _KNOWN else 0
+
     def pause_ns(
         self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int
     ) -> int:

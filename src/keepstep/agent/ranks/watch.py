@@ -36,10 +36,17 @@ class RankWatch:
         self._own_changes = ChangePointDetector(warmup=0)
         self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS_KEPT)  # steps and their iteration times
         self._first_index = 0
+        self._together = 1
         self._told: dict[str, int] = {}  # onset of the last finding of each kind
 
-    def iteration(self, step: int, duration_s: float, self_s: float, now_s: float) -> Finding | None:
-        """Take an iteration after the warm-up, in order of steps."""
+    def iteration(
+        self, step: int, duration_s: float, self_s: float, now_s: float, together: int = 1
+    ) -> Finding | None:
+        """Take an iteration after the warm-up, in order of steps, or ``together`` ones with their mean times.
+
+        ``step``: the first one's.
+        """
+        self._together = together
         if len(self._steps) == _STEPS_KEPT:
             self._first_index += 1
         self._steps.append((step, duration_s))
@@ -57,11 +64,22 @@ class RankWatch:
     def _tell(self, change: ChangePoint, before_s: float, after_s: float, now_s: float) -> Finding | None:
         kind = "slow" if change.after > change.before else "relief"
         onset = self._steps[self._place(change)][0]
-        if kind in self._told and abs(onset - self._told[kind]) <= _SAME_STEPS:
+        if kind in self._told and abs(onset - self._told[kind]) <= _SAME_STEPS * self._together:
             return None
         self._told[kind] = onset
-        seen, sure = (self._rank, self._node, now_s, self._steps[-1][0]), change.confidence
-        return Finding(kind, *seen, onset_step=onset, before_s=before_s, after_s=after_s, confidence=sure)
+        last = self._steps[-1][0] + self._together - 1
+        return Finding(
+            kind,
+            self._rank,
+            self._node,
+            now_s,
+            last,
+            onset_step=onset,
+            together=self._together,
+            before_s=before_s,
+            after_s=after_s,
+            confidence=change.confidence,
+        )
 
     def _place(self, change: ChangePoint) -> int:
         return min(max(change.index - self._first_index, 0), len(self._steps) - 1)

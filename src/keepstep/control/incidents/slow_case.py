@@ -101,11 +101,11 @@ class SlowCase(Case):
 
     def takes(self, finding: Finding) -> bool:
         """Whether a ``slow`` finding is about this slowdown: it has a similar onset, or one until the detection."""
-        onset = finding.onset_step
-        if abs(onset - self._slow.get(finding.rank, onset)) > NEAR_STEPS:
+        onset, near = finding.onset_step, max(NEAR_STEPS, finding.together)
+        if abs(onset - self._slow.get(finding.rank, onset)) > near:
             return False  # the rank was slow before, and has become slow once more
         latest = max(self.onset_step, self._detected_step if self._detected_step >= 0 else onset)
-        return self.onset_step - NEAR_STEPS <= onset <= latest + NEAR_STEPS
+        return self.onset_step - near <= onset <= latest + near
 
     def found(self, finding: Finding, now_s: float) -> None:
         """Take one more slow rank into the case; the first one begins the profiling."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.intervals import NOTHING
-from keepstep.agent.ranks.iterations import Cut
 from keepstep.agent.ranks.summarise import MOST_BLOCKS, blocks_of
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.ring.reader import RECORD

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tests.unit.agent import agent_generator as g
 
-from keepstep.agent.ranks.iterations import WARM_UP_STEPS, Cut, IterationCutter
+from keepstep.agent.ranks.cut import Cut
+from keepstep.agent.ranks.iterations import WARM_UP_STEPS, IterationCutter
 from keepstep.core.events import Phase
 
 

@@ -84,3 +84,12 @@ def test_a_restarted_job_writes_its_steps_again(tmp_path: Path) -> None:
             log.add(iteration(rank, step), 200.0 + step)
     log.close()
     assert [(line["step"], len(line["ranks"])) for line in lines(path)] == [(0, 2), (1, 1), (0, 2), (1, 2)]
+
+
+def test_a_line_says_of_how_many_steps_it_has_the_means(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "i.jsonl", (0,))
+    log.add(iteration(0, 7), 100.0, 8)
+    log.add(iteration(0, 8), 101.0)
+    log.close()
+    rows = [json.loads(line)["ranks"]["0"] for line in (tmp_path / "i.jsonl").read_text().splitlines()]
+    assert [row.get("n", 1) for row in rows] == [8, 1]

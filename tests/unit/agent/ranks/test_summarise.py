@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tests.unit.agent import agent_generator as g
 
+from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.intervals import NOTHING
-from keepstep.agent.ranks.iterations import Cut, IterationCutter
+from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import summarise
 from keepstep.core.summary import IterationSummary
 
