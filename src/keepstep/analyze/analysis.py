@@ -22,7 +22,7 @@ from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incident
 from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
-from keepstep.traces.dump_files import find_dumps, is_dump, ranks_of
+from keepstep.traces.dump_files import dumps_at_the_top, dumps_below, find_dumps, is_dump, ranks_of
 from keepstep.traces.flight_recorder import read_dumps
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
 from keepstep.traces.training_log import looks_like_training_log, read_training_log
@@ -115,20 +115,23 @@ def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:
     if (path / "run.json").exists():
         return _run(path, layout)
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
-    dumps = find_dumps(path)
+    dumps = dumps_at_the_top(path)
     others = [entry for entry in files if entry not in dumps]
     calls = [entry for entry in others if looks_like_call_log(entry)]
     logs = [entry for entry in others if entry not in calls and looks_like_training_log(entry)]
     if dumps:
         left = [*_left(calls, "call log"), *_left(logs, "training log")]
         return _besides(_flight_recorder(dumps, layout), left)
-    if calls:
-        return _besides(_call_log(calls, layout), _left(logs, "training log"))
-    if len(logs) == 1:
-        return _training_log(logs[0])
-    if logs:
+    below = dumps_below(path)
+    if calls or len(logs) == 1:
+        folders = sorted({dump.parent for dump in below})
+        left = [*_left(logs if calls else [], "training log"), *_left(folders, "flight-recorder dumps")]
+        return _besides(_call_log(calls, layout) if calls else _training_log(logs[0]), left)
+    if logs and not below:
         names = ", ".join(entry.name for entry in logs[:4])
         raise TraceError(f"{path}: holds {len(logs)} training logs ({names}, …); give one of them")
+    if dumps := below or find_dumps(path):
+        return _besides(_flight_recorder(dumps, layout), _left(logs, "training log"))
     raise TraceError(f"{path}: nothing in it is a trace that keepstep knows; give {_FORMATS}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,20 +17,31 @@ _NUMBER = re.compile(r"\d+")
 _AT_THE_END = re.compile(r"\d\.?(json|pickle|pkl)?$")
 _HEAD_BYTES = 4096
 _PICKLE = b"\x80"
-_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')  # one of them is near the beginning of a dump in JSON
+_KEYS = (b"entries", b"pg_config", b"pg_status")  # one of them is near the beginning of a dump
 
 
 def find_dumps(folder: Path) -> list[Path]:
-    """The dumps in a folder, or, where there are none, those one folder deeper (as a folder a node); else empty.
+    """The dumps in a folder, or, where there are none, those one folder deeper (as a folder a node); else empty ones.
 
     Raises:
-        TraceError: a folder cannot be listed, or has too many files.
+        TraceError: the folder cannot be listed, or has too many files.
     """
-    files, folders = _listed(folder)
-    found = _dumps(files)
-    if not found:
-        found = [dump for below in folders for dump in _dumps(_listed(below)[0])]
-    return found or [path for path in files if _AT_THE_END.search(path.name) and _is_empty(path)]
+    found = dumps_at_the_top(folder) or dumps_below(folder)
+    return found or [path for path in _listed(folder)[0] if _AT_THE_END.search(path.name) and _is_empty(path)]
+
+
+def dumps_at_the_top(folder: Path) -> list[Path]:
+    """The dumps in a folder itself. Raises TraceError as ``find_dumps``."""
+    return _dumps(_listed(folder)[0])
+
+
+def dumps_below(folder: Path) -> list[Path]:
+    """The dumps in the folders of a folder; those that cannot be listed are skipped. Raises as ``find_dumps``."""
+    found: list[Path] = []
+    for below in _listed(folder)[1]:
+        with contextlib.suppress(TraceError):
+            found += _dumps(_listed(below)[0])
+    return found
 
 
 def _is_empty(path: Path) -> bool:
@@ -37,13 +49,15 @@ def _is_empty(path: Path) -> bool:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file begins as a dump does: as a pickle, or as JSON with a dump's keys."""
+    """Whether a file begins as a dump does: as a pickle or JSON with a dump's keys."""
     try:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
     except OSError:
         return False
-    return head[:1] == _PICKLE or (head[:1] == b"{" and any(key in head for key in _KEYS))
+    if head[:1] == b"{":
+        return any(b'"%b"' % key in head for key in _KEYS)
+    return head[:1] == _PICKLE and any(key in head for key in _KEYS)
 
 
 def ranks_of(paths: Iterable[Path]) -> dict[Path, int | None]:

@@ -11,8 +11,6 @@ the ranks with entries of it, and counts are taken from the entries.
 from __future__ import annotations
 
 import re
-import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,19 +25,25 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
 from keepstep.traces.dump_files import MOST_RANKS, ranks_of
+from keepstep.traces.dump_sets import (
+    DEFAULT_GROUP,
+    Dump,
+    DumpedCall,
+    earlier_or_later,
+    far_away,
+    strangers,
+    told_apart,
+)
 from keepstep.traces.plain_data import MOST_BYTES, read_json, read_pickle
-from keepstep.traces.recorded_content import Content, content_of
+from keepstep.traces.recorded_content import content_of
 
 MOST_CALLS = 200_000  # calls read from a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
 _MOST_MEMBERS = 2 << 20  # members of all groups of a dump together
 _MOST_NUMBER = 1 << 62  # the largest sequence number or time in ns
 _MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
-_APART_NS = 3_600_000_000_000  # between calls of one run and another: no hang is kept up for so long without a timeout
-_FAR = 1024  # ranks between a file's rank and the one before: then its number is no rank
 _NO_PHASE = -1
 _ENDED = 64  # calls of a group that are told
-_DEFAULT_GROUP = "default_pg"
 _P2P = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})$")
 _RANKS = re.compile(r"[\[(]?((?:\s*\d{1,9}\s*,)*\s*\d{1,9}|)\s*,?\s*[\])]?")
 # torch's barrier on NCCL is an all-reduce of one element, and so named in older versions.
@@ -67,24 +71,6 @@ class Dumps:
     inferred: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    group: str
-    op: Op
-    peer: int  # global rank of the other end of a message; -1 for collectives
-    seq: int
-    created_ns: int
-    done: bool
-    content: Content
-
-
-@dataclass(frozen=True, slots=True)
-class _Dump:
-    groups: Mapping[str, GroupInfo]
-    counts: Mapping[str, tuple[int, int]]  # by group: the last operation enqueued, the last completed
-    entries: Sequence[_Entry]
-
-
 def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
     """Read the dumps of one job, one file a rank. ``least_ranks``: a known lower bound of the number of ranks.
 
@@ -92,7 +78,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         TraceError: two different files are of one rank, the files are of several runs, or none can be used.
     """
     missing: list[str] = []
-    dumps: dict[int, _Dump] = {}
+    dumps: dict[int, Dump] = {}
     files: dict[int, Path] = {}
     unread: set[int] = set()
     for path, rank in ranks_of(sorted(paths)).items():
@@ -115,7 +101,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
             raise TraceError(_two_of_one_rank(rank, files[rank], path))
     if len(missing) > _MOST_LINES:
         missing[_MOST_LINES:] = [f"{len(missing) - _MOST_LINES} more files could not be used"]
-    for find in (_strangers, _earlier_or_later, _far_away):
+    for find in (strangers, earlier_or_later, far_away):
         for rank, why in find(dumps).items():
             missing.append(f"rank {rank}: {files[rank].name} {why}")
             del dumps[rank], files[rank]
@@ -123,6 +109,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         raise TraceError(
             "no flight-recorder dump could be read: " + ("; ".join(missing) or "there are no files")
         )
+    dumps = told_apart(dumps)
     groups: dict[str, GroupInfo] = {}
     for dump in dumps.values():
         groups.update(dump.groups)
@@ -154,94 +141,14 @@ def _two_of_one_rank(rank: int, one: Path, other: Path) -> str:
     )
 
 
-def _strangers(dumps: Mapping[int, _Dump]) -> dict[int, str]:
-    """Ranks whose dumps do not belong to the job of the others, and why."""
-    lists: dict[str, Counter[tuple[int, ...]]] = {}
-    for dump in dumps.values():
-        for name, info in dump.groups.items():
-            if info.members:
-                lists.setdefault(name, Counter())[info.members] += 1
-    usual = {name: counts.most_common(1)[0][0] for name, counts in lists.items()}
-    found: dict[int, str] = {}
-    for rank, dump in dumps.items():
-        known = [info for info in dump.groups.values() if info.members]
-        other = next((info for info in known if info.members != usual[info.name]), None)
-        if other is not None:
-            found[rank] = f"is of another job: its group {other.name} has ranks {fold_ranks(other.members)}"
-        elif known and not any(rank in info.members for info in known):
-            everybody = {member for info in known for member in info.members}
-            found[rank] = f"is of no rank {rank}: its groups have ranks {fold_ranks(everybody)}; rename it"
-    return found if len(found) < len(dumps) else {}
-
-
-def _earlier_or_later(dumps: Mapping[int, _Dump]) -> dict[int, str]:
-    """Ranks whose calls were all made long before or after those of most ranks, and how that is told.
-
-    Raises:
-        TraceError: the ranks are of several runs, and none of these has the most.
-    """
-    times = sorted(
-        (dump.entries[0].created_ns, dump.entries[-1].created_ns, rank)
-        for rank, dump in dumps.items()
-        if dump.entries and dump.entries[0].created_ns
-    )
-    runs: list[list[int]] = []
-    until_ns = 0
-    for first_ns, last_ns, rank in times:
-        if not runs or first_ns > until_ns + _APART_NS:
-            runs.append([])
-        runs[-1].append(rank)
-        until_ns = max(until_ns, last_ns)
-    if len(runs) < 2:
-        return {}
-    last_ns = {rank: dumps[rank].entries[-1].created_ns for run in runs for rank in run}
-    *_, second, first = sorted(runs, key=len)
-    if len(second) == len(first):
-        told = "; ".join(
-            f"ranks {fold_ranks(run)} until {_utc(max(last_ns[r] for r in run))}" for run in runs
-        )
-        raise TraceError(f"the dumps are of several runs: {told}; keep those of one")
-    usual = _utc(max(last_ns[rank] for rank in first))
-    return {
-        rank: f"is of another run: its last call was made at {_utc(last_ns[rank])}, that of the others at {usual}"
-        for run in runs
-        if run is not first
-        for rank in run
-        if not _keeps_up(dumps[rank], [dumps[one] for one in first])
-    }
-
-
-def _keeps_up(dump: _Dump, others: Sequence[_Dump]) -> bool:
-    """Whether a rank that made no call for long is where others are in all its groups: it had nothing to do there."""
-    return all(any(one.counts.get(group) == its for one in others) for group, its in dump.counts.items())
-
-
-def _utc(time_ns: int) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_ns // 10**9))
-    except (OverflowError, ValueError, OSError):
-        return f"{time_ns} ns"
-
-
-def _far_away(dumps: Mapping[int, _Dump]) -> dict[int, str]:
-    """Ranks that no group lists and that are far from all others, as a date in a file's name is."""
-    listed = {rank for dump in dumps.values() for info in dump.groups.values() for rank in info.members}
-    ranks = sorted(rank for rank in dumps if rank not in listed)
-    found: dict[int, str] = {}
-    for before, rank in zip([max(listed, default=-1), *ranks], ranks, strict=False):
-        if found or (before >= 0 and rank > 2 * before + _FAR):
-            found[rank] = "has a number far from the other ranks in its name; rename it to dump_RANK"
-    return found
-
-
-def _members(info: GroupInfo, dumps: Mapping[int, _Dump], world: int) -> tuple[int, ...]:
+def _members(info: GroupInfo, dumps: Mapping[int, Dump], world: int) -> tuple[int, ...]:
     """Likely members of a group without a list: all ranks for the default group, else the ranks with entries of it."""
-    if info.desc == _DEFAULT_GROUP:
+    if info.desc == DEFAULT_GROUP:
         return tuple(range(world))
     return tuple(sorted(rank for rank, dump in dumps.items() if info.name in dump.groups))
 
 
-def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
+def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
     """The states of ranks: a device works in order, so it is in the oldest operation that is not finished."""
     now_ns = max((e.created_ns for dump in dumps.values() for e in dump.entries), default=0)
     # For each group, whether it has collectives (False) and messages (True).
@@ -293,7 +200,7 @@ def _states(dumps: Mapping[int, _Dump], groups: Mapping[str, GroupInfo]) -> tupl
     )
 
 
-def _ended(entries: Sequence[_Entry]) -> dict[str, list[OpEnded]]:
+def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
     """The collectives that are done, by group, oldest first."""
     found: dict[str, list[OpEnded]] = {}
     for entry in entries:
@@ -305,7 +212,7 @@ def _ended(entries: Sequence[_Entry]) -> dict[str, list[OpEnded]]:
     return found
 
 
-def _in_flight(entry: _Entry, entries: Sequence[_Entry]) -> OpInFlight:
+def _in_flight(entry: DumpedCall, entries: Sequence[DumpedCall]) -> OpInFlight:
     one = entry.content
     return OpInFlight(
         entry.group, int(entry.op), entry.peer, entry.seq, entry.created_ns * 1e-9, one.site,
@@ -313,7 +220,7 @@ def _in_flight(entry: _Entry, entries: Sequence[_Entry]) -> OpInFlight:
     )  # fmt: skip
 
 
-def _usual(entry: _Entry, entries: Sequence[_Entry]) -> int:
+def _usual(entry: DumpedCall, entries: Sequence[DumpedCall]) -> int:
     """How often the rank had made this call at this place before; -1 if too little is known."""
     calls = [one for one in entries if one.peer < 0]
     if not entry.content.site or entry not in calls:
@@ -334,7 +241,7 @@ def _load(path: Path) -> Any:
     return read_json(data) if data[:1] in (b"{", b"[") else read_pickle(data)
 
 
-def _parse(content: Any, rank: int) -> _Dump:
+def _parse(content: Any, rank: int) -> Dump:
     if not isinstance(content, dict) or "entries" not in content:
         raise TraceError("is no flight-recorder dump: it has no entries")
     dump = cast("dict[str, Any]", content)
@@ -359,7 +266,7 @@ def _parse(content: Any, rank: int) -> _Dump:
         entries.sort(key=lambda one: (one.created_ns, one.seq))
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
-    told: dict[str, list[_Entry]] = {}
+    told: dict[str, list[DumpedCall]] = {}
     for entry in entries:
         if entry.peer < 0:
             told.setdefault(entry.group, []).append(entry)
@@ -369,7 +276,7 @@ def _parse(content: Any, rank: int) -> _Dump:
             first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
             counts[key] = max(entry.seq for entry in own), first_open - 1
     label = {key: info.name for key, info in groups.items()}
-    return _Dump(
+    return Dump(
         {info.name: info for info in groups.values()},
         {label[key]: pair for key, pair in counts.items()},
         [replace(entry, group=label[entry.group]) for entry in entries],
@@ -425,7 +332,7 @@ def _unlisted(entries: Sequence[Mapping[str, Any]], default: tuple[int, ...]) ->
         key, desc = (_name(word) for word in entry["process_group"][:2])
         if key not in found:
             desc = "" if desc == "undefined" else desc
-            found[key] = _group(key, default if desc == _DEFAULT_GROUP else (), desc)
+            found[key] = _group(key, default if desc == DEFAULT_GROUP else (), desc)
     return found
 
 
@@ -460,7 +367,7 @@ def _counts(
     }
 
 
-def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int) -> _Entry | None:
+def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int) -> DumpedCall | None:
     """An entry; None for an operation of an unknown kind, or of a group that the dump does not describe."""
     group = _name(entry["process_group"][0])
     title = _name(entry["profiling_name"]).split(":", 1)[-1]
@@ -480,6 +387,6 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
         peer = members[there if here == members.index(rank) else here]
     seq = _whole(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"
-    return _Entry(
+    return DumpedCall(
         group, op, peer, seq, _whole(entry.get("time_created_ns") or 0), done, content_of(entry, op)
     )

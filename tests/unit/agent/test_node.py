@@ -113,7 +113,9 @@ def test_steps_taken_together_are_profiled_one_by_one_and_logged_once(node: Node
     assert [line["step"] for line in log] == [*range(12), 15, 19, 23]
     assert [line["ranks"]["1"].get("n") for line in log[-4:]] == [None, 4, 4, 4]
     profile = node.agent.profile(ProfileRequest(9, 10, 14))
-    assert [one.step for one in profile.iterations] == [number for step in range(10, 15) for number in (step, step)]
+    assert [one.step for one in profile.iterations] == [
+        number for step in range(10, 15) for number in (step, step)
+    ]
     assert all(one.streams[0].count == profile.iterations[0].streams[0].count for one in profile.iterations)
 
 

@@ -10,8 +10,11 @@ import pytest
 from tests.unit.locate.synthetic_calls import call_logs
 
 from keepstep.analyze import analyze
+from keepstep.analyze._call_stalls import locate_stall
 from keepstep.cli import main
 from keepstep.core.errors import TraceError
+from keepstep.core.traced_operations import Call
+from keepstep.locate import CallStep
 from keepstep.report.incidents import incident_to_json
 
 SAMPLES = Path(os.environ.get("KEEPSTEP_SAMPLES", "/nonexistent"))
@@ -330,3 +333,30 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path) -> No
         analyze(tmp_path / "dump_0")
     with pytest.raises(TraceError, match="dump_0 cannot be read: is a FIFO"):
         analyze(tmp_path)
+
+
+def test_a_log_comes_before_what_lies_in_folders_and_empty_files(tmp_path: Path) -> None:
+    megatron_log(tmp_path / "train.log", [1.0] * 40)
+    (tmp_path / "stderr.0").touch()
+    (tmp_path / "dumps").mkdir()
+    flight_dumps(tmp_path / "dumps", {0: 9, 1: 9}, {0: 7, 1: 7})
+    found = analyze(tmp_path)
+    assert found.source == "training log"
+    assert any("dumps (flight-recorder dumps), left aside" in line for line in found.missing)
+
+
+def test_who_went_on_first_is_not_told_by_clocks_that_differ() -> None:
+    def steps(behind_s: float, stood_s: float) -> list[CallStep]:
+        begins = [float(n) + (5.0 if n > 10 else 0.0) for n in range(20)]
+        return [
+            CallStep(
+                at - behind_s, (Call(at + 0.1 - behind_s, "AllReduce", 1), Call(end - behind_s, "Send", 1))
+            )
+            for n, at in enumerate(begins)
+            for end in (at + (stood_s if n == 10 else 0.9),)
+        ]
+
+    told = locate_stall({0: steps(0.0, 5.9), 1: steps(0.02, 5.9005)}, 10.0, 1.0)
+    assert told.culprits == ()
+    sure = locate_stall({0: steps(0.0, 5.9), 1: steps(0.02, 6.1)}, 10.0, 1.0)
+    assert [culprit.rank for culprit in sure.culprits] == [0]

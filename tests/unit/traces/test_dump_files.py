@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,24 @@ def test_a_folder_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pyte
         (tmp_path / name).touch()
     with pytest.raises(TraceError, match="more than 2 files"):
         find_dumps(tmp_path)
+
+
+def test_other_pickles_and_folders_that_cannot_be_listed_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, data in (
+        ("ckpt/rng_1000.pkl", pickle.dumps({"seed": 1})),
+        ("found/dump_0", DUMP),
+        ("lost/x", b""),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(data)
+    listing = Path.iterdir
+
+    def iterdir(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listing(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert [path.name for path in find_dumps(tmp_path)] == ["dump_0"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keepstep.analyze import analyze
 from keepstep.core.errors import TraceError
 from keepstep.core.events import Op
+from keepstep.core.ranges import fold_ranks
 from keepstep.traces import flight_recorder
 from keepstep.traces.flight_recorder import read_dumps
 
@@ -300,7 +301,7 @@ def test_folders_with_the_same_ranks_are_told_what_to_do(tmp_path: Path) -> None
 def test_a_stray_file_is_named_and_the_others_are_read(tmp_path: Path, name: str) -> None:
     hang(tmp_path)
     (tmp_path / name).write_bytes(
-        pickle.dumps(dump([entry(1)], 1, 0)) if name != "rank_9" else b"\x80\x04noise"
+        pickle.dumps(dump([entry(1)], 1, 0)) if name != "rank_9" else b"\x80\x04pg_config, cut"
     )
     if name == "dump_3_20251125":
         with pytest.raises(TraceError, match="rank 3 has another dump"):
@@ -424,3 +425,22 @@ def test_nobody_is_told_to_test_pairs_of_nodes_without_names(tmp_path: Path) -> 
     (incident,) = analyze(write(tmp_path, dict.fromkeys(RANKS, same))[0].parent).incidents
     assert "pair by pair" not in str(incident)
     assert "which of ranks 0-3 holds up the others" in str(incident.missing)
+
+
+def test_parts_of_a_split_with_one_name_are_groups_of_their_own(tmp_path: Path) -> None:
+    dumps: dict[int, Any] = {}
+    for rank in range(8):
+        first = rank - rank % 2
+        content = dump([entry(1, group="1")], 1, 0)
+        content["pg_config"] = {
+            "0": {"desc": "default_pg", "ranks": str(list(range(8)))},
+            "1": {"desc": "mesh_tp", "ranks": str([first, first + 1])},
+        }
+        content["pg_status"] = {"1": {"last_enqueued_collective": 1, "last_completed_collective": 0}}
+        dumps[rank] = content
+    read = read_dumps(write(tmp_path, dumps))
+    assert [state.rank for state in read.states] == list(range(8))
+    parts = {name: info.members for name, info in read.groups.items() if info.desc == "mesh_tp"}
+    assert parts == {
+        f"1 (mesh_tp) of ranks {fold_ranks((first, first + 1))}": (first, first + 1) for first in (0, 2, 4, 6)
+    }

@@ -77,10 +77,10 @@ class CustomLoop:
                 place += 1
                 continue
             whole = (len(numbers) - place) // length
-            same = (numbers[place : place + whole * length].reshape((whole, length)) == usual).all(axis=1)
+            same = (np.reshape(numbers[place : place + whole * length], (whole, length)) == usual).all(axis=1)
             count = whole if same.all() else int(same.argmin())
             following = rows["start_ns"][place + length :: length][:count].astype(np.int64)
-            run = rows[place : place + count * length].reshape((count, length))
+            run: Rows = np.reshape(rows[place : place + count * length], (count, length))
             place += count * length
             last_start, last_end = run["start_ns"].max(axis=1).astype(np.int64), run["end_ns"].max(axis=1)
             if place == len(numbers) and not run["end_ns"][-1].all() and now_ns - last_start[-1] < _QUIET_NS:
