@@ -28,7 +28,8 @@ from keepstep.core.own_folders import make_folder
 logger = logging.getLogger("keepstep.agent")
 
 _POLL_S = 0.05
-_SLOWEST_POLL_S = 0.2
+_SLOW_POLL_S = 0.2  # time between polls from which on short iterations are taken together, too
+_SLOWEST_POLL_S = 0.5
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
 _FILLED = 0.25  # share of a ring that may be written between two polls, whatever the polls cost
@@ -259,7 +260,7 @@ class Program:
         # Polls are made less often while the agent's share of a core is above its budget, else more often again. Where
         # that is not enough, short iterations are taken together for good: single ones would make other noise.
         if share > _CPU_SHARE:
-            if self._interval_s == _SLOWEST_POLL_S:
+            if self._interval_s >= _SLOW_POLL_S:
                 self._agent.take_together()
             self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
         elif share < 0.7 * _CPU_SHARE:

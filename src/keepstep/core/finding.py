@@ -19,7 +19,6 @@ class Finding:
     time_s: float  # when it was seen, on the node's clock
     step: int  # the step at which it was seen
     onset_step: int = -1  # slow, relief: first iteration of the new regime
-    together: int = 1  # slow, relief: steps taken together, within which the onset lies for sure
     before_s: float = 0.0  # slow, relief: iteration time before the onset
     after_s: float = 0.0  # slow, relief: iteration time since the onset
     stuck_s: float = 0.0  # hang: how long the rank has made no progress
@@ -29,3 +28,4 @@ class Finding:
     message: str = ""  # crash: the error's last line, from the error file where there is one
     confidence: float = 1.0
     incarnation: int = 0  # crash, exit: incarnation of the process
+    together: int = 1  # slow, relief: steps taken together, within which the onset lies for sure

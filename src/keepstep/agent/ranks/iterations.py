@@ -8,6 +8,8 @@ script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from keepstep.agent.ranks.custom import CustomLoop
@@ -21,7 +23,7 @@ from keepstep.core.events import Kind, Phase
 
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
-LONGEST_TOGETHER_NS = 1_000_000_000
+LONGEST_TOGETHER_NS = 2_000_000_000
 _OTHERS = 0.25  # operations more or fewer than usual in an iteration, on average, with which several are still alike
 _FIRST_SEQ = 1  # the ring counts from 1
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
@@ -45,7 +47,7 @@ class IterationCutter:
     earlier iterations then have another length and should be forgotten.
 
     ``together``, a power of two, is how many iterations are cut together where they are short and alike: at most as
-    many as last 1 s, with their usual operations and without pauses but for checkpoints. They end before a step that is
+    many as last 2 s, with their usual operations and without pauses but for checkpoints. They end before a step that is
     a multiple of it, so that all ranks cut alike. 1, as it is at first: each is cut singly.
     """
 
@@ -134,43 +136,42 @@ class IterationCutter:
     def _note_phases(self, started: Rows, finished: Rows) -> None:
         place = np.flatnonzero(started["kind"] == _PHASE)
         if len(place):
-            fresh = started[place]
-            codes, starts = fresh["op"], fresh["start_ns"]
-            counts = dict(zip(*(each.tolist() for each in np.unique(codes, return_counts=True)), strict=True))
-            self._seen_backward = self._seen_backward or _BACKWARD in counts
-            self._seen_optimizer = self._seen_optimizer or _OPTIMIZER in counts
-            for code in _PASSES:
-                self._passes[code] += counts.get(code, 0)
-            if any(code in counts for code in PAUSES):
+            codes, starts, tickets = (started[name][place] for name in ("op", "start_ns", "ticket"))
+            seen = set(codes.tolist())
+            self._seen_backward = self._seen_backward or _BACKWARD in seen
+            self._seen_optimizer = self._seen_optimizer or _OPTIMIZER in seen
+            for code in seen.intersection(_PASSES):
+                self._passes[code] += int(np.count_nonzero(codes == code))
+            if not seen.isdisjoint(PAUSES):
                 self._last_pause_ns = int(starts[_IS_PAUSE[codes]][-1])
-            if not _NOTHING_NEW.issuperset(counts):
+            if not seen <= _NOTHING_NEW:
                 self._last_new_ns = max(self._last_new_ns, int(starts[_IS_NEW[codes]].max()))
-            going_on = fresh[~np.isin(fresh["ticket"], finished["ticket"])]
-            self._open.update(
-                zip(going_on["ticket"].tolist(), going_on[["op", "start_ns"]].tolist(), strict=True)
-            )
-            oldest = int(fresh["ticket"][-1]) - self._records
-            for ticket in [ticket for ticket in self._open if ticket < oldest]:
-                del self._open[ticket]
+            begun = zip(codes.tolist(), starts.tolist(), strict=True)
+            self._open.update(zip(tickets.tolist(), begun, strict=True))
+            oldest = int(tickets[-1]) - self._records
+            if min(self._open) < oldest:
+                self._open = {ticket: phase for ticket, phase in self._open.items() if ticket >= oldest}
         place = np.flatnonzero(finished["kind"] == _PHASE)
         if len(place):
-            self._note_ends(finished[place])
+            self._note_ends(finished, place)
 
-    def _note_ends(self, ended: Rows) -> None:
-        self._last_end_ns = max(self._last_end_ns, int(ended["end_ns"].max()))
-        told = ended[ended["op"] != _GC]
-        if len(told):
-            self._last_ended = int(told["op"][int(told["end_ns"].argmax())])
-        for ticket in ended["ticket"].tolist():
+    def _note_ends(self, finished: Rows, place: Rows) -> None:
+        codes, ends, tickets = (finished[name][place] for name in ("op", "end_ns", "ticket"))
+        self._last_end_ns = max(self._last_end_ns, int(ends.max()))
+        told = codes != _GC
+        if told.any():
+            self._last_ended = int(codes[np.where(told, ends, -1).argmax()])
+        for ticket in tickets.tolist():
             self._open.pop(ticket, None)
-        steps = ended[ended["op"] == _OPTIMIZER]
+        steps = finished[place[codes == _OPTIMIZER]]
         if not len(steps):
             return
         self._seen_optimizer = True
-        for seq, *others in steps[["seq", "ticket", "start_ns", "end_ns", "thread"]].tolist():
+        columns = (steps[name].tolist() for name in ("seq", "ticket", "start_ns", "end_ns", "thread"))
+        for seq, *others in zip(*columns, strict=True):
             if seq - _FIRST_SEQ > self._edge_number:
                 self._markers.append(Marker(seq - _FIRST_SEQ, *others))
-        self._markers.sort(key=lambda marker: marker.number)
+        self._markers.sort(key=attrgetter("number"))
 
     def _ended(self, now_ns: int) -> int | None:
         """How many of the waiting markers make up a finished iteration; None if no iteration has finished."""
@@ -254,48 +255,60 @@ class IterationCutter:
     def _numbering(self) -> tuple[int, int]:
         return self._learned.per_step or self._provisional, self._learned.offset
 
-    def _waiting(self) -> tuple[list[int], list[int]]:
-        """The numbers and ends of iterations that have ended and are not cut; none where markers may be missing."""
+    def _waiting(self) -> tuple[int, int, int]:
+        """The number of the first iteration that is not cut, how many have ended, and when the last of these did.
+
+        None have, where markers may be missing.
+        """
         if not self._seen_optimizer:
-            return [number for _, number in self._custom_ends], [end_ns for end_ns, _ in self._custom_ends]
-        per_step, markers, first = self._learned.per_step, self._markers, self._edge_number + 1
-        whole = len(markers) // per_step * per_step if per_step else 0
-        if (
-            not whole
-            or (first - self._learned.offset) % per_step
-            or markers[whole - 1].number != first + whole - 1
-        ):
-            return [], []
-        groups = [markers[at : at + per_step] for at in range(0, whole, per_step)]
-        ends_ns = [max(marker.end_ns for marker in group) for group in groups]
-        if self._begun_before(ends_ns[-1], _OPTIMIZER):
-            ends_ns.pop()
-        number = (first - self._learned.offset) // per_step
-        return list(range(number, number + len(ends_ns))), ends_ns
+            (_, first), (end_ns, last) = self._custom_ends[0], self._custom_ends[-1]
+            count = len(self._custom_ends)
+            return first, count if last - first == count - 1 else 0, end_ns
+        per_step, first = self._learned.per_step, self._edge_number + 1
+        count = len(self._markers) // per_step if per_step else 0
+        if count and self._begun_before(self._markers[count * per_step - 1].end_ns, _OPTIMIZER):
+            count -= 1
+        if not count or (first - self._learned.offset) % per_step:
+            return 0, 0, 0
+        last = self._markers[count * per_step - 1]
+        whole = last.number == first + count * per_step - 1
+        return (first - self._learned.offset) // per_step, count if whole else 0, last.end_ns
+
+    def _ends(self, count: int) -> list[int]:
+        """The ends of the next iterations that are to be cut."""
+        if not self._seen_optimizer:
+            return [end_ns for end_ns, _ in self._custom_ends[:count]]
+        per_step = self._learned.per_step
+        ends_ns = [marker.end_ns for marker in self._markers[: count * per_step]]
+        return (
+            ends_ns
+            if per_step == 1
+            else [max(ends_ns[at : at + per_step]) for at in range(0, len(ends_ns), per_step)]
+        )
 
     def _next(self) -> tuple[int, Cut | None]:
         """How many iterations to cut next, and their cut if they are to be cut together; 0: none yet."""
         if self._singly or self.together == 1:
             self._singly = max(self._singly - 1, 0)
             return 1, None
-        numbers, ends_ns = self._waiting()
-        if not numbers or self._edge_ns is None or numbers[0] < WARM_UP_STEPS:
+        first, ended, last_ns = self._waiting()
+        if not ended or self._edge_ns is None or first < WARM_UP_STEPS:
             return 1, None
-        together, each_ns = self.together, (ends_ns[-1] - self._edge_ns) / len(ends_ns)
+        together, each_ns = self.together, (last_ns - self._edge_ns) / ended
         while together > 1 and together * each_ns > LONGEST_TOGETHER_NS:
             together //= 2
-        count = together - (numbers[0] + self.first_step) % together
-        if count > len(numbers):
-            self.step = numbers[-1] + self.first_step
+        count = together - (first + self.first_step) % together
+        if count > ended:
+            self.step = first + ended - 1 + self.first_step
             return 0, None
-        cut = self._together(numbers[:count], ends_ns[:count], self._edge_ns) if count > 1 else None
+        cut = self._together(first + count - 1, self._ends(count), self._edge_ns) if count > 1 else None
         self._singly = count - 1 if cut is None else 0
         return count if cut else 1, cut
 
-    def _together(self, numbers: list[int], ends_ns: list[int], start_ns: int) -> Cut | None:
-        """These iterations as one cut; None unless they follow each other and are as usual."""
+    def _together(self, number: int, ends_ns: list[int], start_ns: int) -> Cut | None:
+        """The iterations up to ``number``, which end at ``ends_ns``, as one cut; None unless they are as usual."""
         usual, end_ns, pauses = self._usual.length, ends_ns[-1], NOTHING
-        if not usual or not self._whole or numbers[-1] - numbers[0] != len(numbers) - 1:
+        if not usual or not self._whole:
             return None
         rows = self._buffer.gather()
         begun = rows[rows["start_ns"] < end_ns]
@@ -308,7 +321,7 @@ class IterationCutter:
         if abs(found - usual * len(ends_ns)) > _OTHERS * len(ends_ns):
             return None
         ends = np.array(ends_ns, np.int64)
-        step = numbers[-1] + self.first_step
+        step = number + self.first_step
         return Cut(step, start_ns, end_ns, begun, pauses, checkpoint_ns=pauses.total_ns, ends_ns=ends)
 
     def _pass(self, cut: Cut) -> None:
