@@ -3,8 +3,9 @@
     python -m benchmarks.busy [--quick] [--json FILE]
 
 Four ranks (eight on 12 cores and more) take steps of about 5 ms and meet in an all-reduce on Gloo, beside as many
-programs that compute in bursts as there are cores, for ten minutes (one with ``--quick``). Nothing is wrong with the job, so what is said of it is noise:
-lines on the console are counted, less those that begin and end every run. CPU time is of the agent's process.
+programs that compute in bursts as there are cores, for ten minutes (one with ``--quick``). Nothing is wrong with the
+job, so what is said of it is noise: lines on the console are counted, less those that begin and end every run. CPU
+time is of the agent's process.
 """
 
 from __future__ import annotations

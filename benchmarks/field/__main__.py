@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report, bench_arguments
 from benchmarks._trials import Trials
+from benchmarks.field.beside import untold
 from benchmarks.field.judge import Seen, in_a_line, judge, last_line
 from benchmarks.field.running import ROOT, give_up, missing, run_case, scrubbed
 from benchmarks.field.truth import Truth, read
@@ -102,6 +103,22 @@ def summarise(report: Report, results: Sequence[tuple[Truth, Result]]) -> None:
         report.add(Line(f"  {truth.name}", result["status"], "", limit=said or None))
 
 
+def summarise_beside(report: Report, folders: Sequence[Path]) -> None:
+    """Whether our verdicts tell all that torchfrtrace finds on the same dumps."""
+    total, left, read = 0, list[str](), 0
+    for folder in sorted(folders):
+        count, untold_here, failed = untold(folder)
+        name = folder.parent.name if folder.name == "dumps" else folder.name
+        total, read = total + count, read + (not failed)
+        left += [f"{name}: {one}" for one in untold_here]
+        if failed:
+            report.leave_out(f"torchfrtrace on {name}", scrubbed(failed, folder, folder.parent.parent))
+    told, limit = f"{total - len(left)}/{total}", f"of {len(folders)} sets of dumps, {read} read by it"
+    report.add(
+        Line("findings of torchfrtrace told", told, "", "all", not left, limit="; ".join([limit, *left]))
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_arguments("field", __doc__ or "")
     parser.add_argument("--cases", default="", metavar="11,12", help="only these, by number or name")
@@ -149,6 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             give_up()
             raise
     summarise(report, results)
+    if given.part == "traces" and not given.cases:
+        recorded = given.samples / "flight_recorder"
+        summarise_beside(
+            report, [*cases.glob("F*/dumps"), *(recorded.iterdir() if recorded.is_dir() else ())]
+        )
     report.finish(given.json)
     return 0
 

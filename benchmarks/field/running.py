@@ -120,17 +120,17 @@ def _analyze(source: Path) -> Seen:
     """Dumps are in a folder of the case; a log lies there by itself."""
     logs = sorted(source.glob("*.log"))
     path = source / "dumps" if (source / "dumps").is_dir() else logs[0]
-    read = _analyzed(path, "--json")
+    read = analyzed(path, "--json")
     told: dict[str, Any] = {}
     with suppress(json.JSONDecodeError):
         told = json.loads(read.stdout)
     incidents = told.get("incidents", [])
-    text = _analyzed(path)
+    text = analyzed(path)
     said = text.stdout + text.stderr
     return Seen(incidents, [said] * len(incidents), said, text.returncode)
 
 
-def _analyzed(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def analyzed(path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "keepstep.cli", "analyze", *flags, str(path)],
         capture_output=True,

@@ -13,7 +13,7 @@ from keepstep.traces.progress_bars import step_times
 from keepstep.traces.rank_timers import RankTimers
 from keepstep.traces.watchdog import Timeouts, WatchdogWords
 
-MOST_READINGS = 2_000_000  # iterations, of all ranks together, that are used
+MOST_READINGS = 100_000  # iterations, of all ranks together, that are used: a detector takes 0.1 ms each
 _LEAST_READINGS = 12  # a format with fewer is not preferred to one that the log has more of
 _NEARBY = 4  # places by which lines of several writers may be out of order
 _AT_THE_END = 0.9  # share of a bar from which it is at its end

@@ -12,10 +12,11 @@ from typing import BinaryIO
 
 from keepstep.core.regular_files import open_regular
 
-LONGEST_LINE = 1 << 16  # bytes; what a line has beyond is not looked at
+LONGEST_LINE = 1 << 12  # bytes; what a line has beyond is not looked at
 _CHUNK = 1 << 20
 _UNPACKED_BYTES = 16 << 20  # beyond which a compressed file may have
 _MOST_RATIO = 300  # times its size unpacked; logs have 5 to 100 times
+_MOST_UNPACKED_BYTES = 512 << 20
 _CONTROL = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
 _RANK = re.compile(r"\[rank ?(\d{1,7})\]")
 _LABEL = re.compile(
@@ -55,6 +56,9 @@ def _unpacked(raw: BinaryIO, path: Path) -> Iterator[bytes]:
                 taken += len(chunk)
                 if taken > max(_UNPACKED_BYTES, _MOST_RATIO * raw.tell()):
                     what = f"unpacks to more than {_MOST_RATIO} times its size, as no log does"
+                    raise OSError(errno.EFBIG, what, str(path))
+                if taken > _MOST_UNPACKED_BYTES:
+                    what = f"only its first {_MOST_UNPACKED_BYTES >> 20} MiB are unpacked; unpack it yourself"
                     raise OSError(errno.EFBIG, what, str(path))
                 yield chunk
     except zlib.error as error:

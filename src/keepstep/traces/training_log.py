@@ -73,6 +73,8 @@ def read_training_log(path: Path) -> TrainingLog:
     try:
         for line in text_lines(path):
             log.take(line)
+            if log.room == 0:
+                break
     except (OSError, EOFError) as error:
         if log.empty:
             raise TraceError(f"{path}: cannot be read: {error}") from error
