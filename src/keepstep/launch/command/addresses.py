@@ -7,17 +7,20 @@ import ipaddress
 import os
 import random
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from keepstep.core.errors import RunError
-from keepstep.core.local_socket import listen
+from keepstep.core.errors import CheckpointError, RunError
+from keepstep.core.local_socket import connect, listen
 from keepstep.core.own_address import ANYWHERE, address_towards
 from keepstep.launch.command.meeting import Endpoint
 
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports that the kernel gives to connections
 _LEAST_PORT = 10_000
 _PORTS_WANTED, _PORTS_TRIED = 1000, 16
+_CLAIMS = 16  # names by which a port can be claimed
+_CLAIM_TRIES, _CLAIM_PATIENCE_S = 3, 0.05
 
 
 def resolve(host: str) -> list[str]:
@@ -129,9 +132,33 @@ def _lasting_ports() -> list[int]:
 def claim_host(port: int) -> socket.socket | None:
     """Become the one launcher of this machine that hosts the controller at ``port``; None when another one does.
 
-    The claim is a name in the kernel (abstract Unix socket) that ends with the returned socket or the process.
+    The claim is a name in the kernel (abstract Unix socket) that ends with the returned socket or the process. Anybody
+    can take a name, so one that another user has is left, and the next of several is claimed.
+
+    Raises:
+        RunError: other users have all the names.
     """
-    try:
-        return listen(f"keepstep-rendezvous-{port}")
-    except OSError:
-        return None
+    for number in range(_CLAIMS):
+        try:
+            return listen(f"keepstep-rendezvous-{port}-{number}")
+        except OSError:  # noqa: PERF203  the name is taken
+            if _is_ours(f"keepstep-rendezvous-{port}-{number}"):
+                return None
+    raise RunError(
+        f"another user of this machine holds all names by which launchers claim port {port}; "
+        "give another port with --rdzv-endpoint"
+    )
+
+
+def _is_ours(address: str) -> bool:
+    """Whether a process of this user listens at an address that is taken."""
+    for _ in range(_CLAIM_TRIES):
+        try:
+            connect(address, "claim", _CLAIM_PATIENCE_S).close()
+        except CheckpointError:  # noqa: PERF203  another user listens
+            return False
+        except OSError:  # a launcher that has taken the name is about to listen; one that never does is none
+            time.sleep(_CLAIM_PATIENCE_S)
+        else:
+            return True
+    return False

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -287,3 +288,22 @@ def test_only_one_launcher_of_a_machine_claims_a_rendezvous() -> None:
     again = addresses.claim_host(port)
     assert again is not None
     again.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take a name as another user")
+@pytest.mark.parametrize("listening", [True, False])
+def test_another_users_socket_stops_no_launcher(listening: bool) -> None:
+    port = addresses.free_port("127.0.0.1")
+    theirs = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.seteuid(65534)
+    try:
+        theirs.bind(f"\0keepstep-rendezvous-{port}-0")
+        if listening:
+            theirs.listen()
+    finally:
+        os.seteuid(0)
+    first = addresses.claim_host(port)
+    assert first is not None
+    assert addresses.claim_host(port) is None
+    first.close()
+    theirs.close()
