@@ -23,6 +23,7 @@ from benchmarks.campaign.case import (
     drawn,
     left_over,
 )
+from benchmarks.campaign.early import EARLY
 from benchmarks.campaign.hangs import (
     judge_crash,
     judge_cut,
@@ -387,6 +388,7 @@ CASES: dict[str, Case] = {
             judge_healthy,
             ("false_alarms",),
         ),
+        *EARLY,
         ODD,
         STUCK,
         BLAME,

@@ -47,6 +47,7 @@ _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
 _MOST_TOGETHER = 1024  # most iterations that are taken together, however short
+_EARLY_STEPS, _EARLY_EVERY = 30, 2  # of an incarnation, which are told at once; a heartbeat for so many
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
 _STARTING_NS = (
     30_000_000_000  # a hang in the start-up is told so often: the others may come to wait for it later
@@ -118,6 +119,7 @@ class NodeAgent:
         self.microbatches = Microbatches(self._pages, node_rank)
         self._all_overdue = False
         self._together = 1
+        self._early_told = 0
         # Largest share of its ring that a rank wrote between the last two polls; above 1 records were lost.
         self.filled = 0.0
 
@@ -180,10 +182,20 @@ class NodeAgent:
         return ring.track.cutter.steps_at_end_of(step) if ring is not None and not ring.ended else None
 
     def has_news(self) -> bool:
-        """Whether a heartbeat is due at once, because all ranks here began or stopped to wait longer than usual."""
+        """Whether a heartbeat is due at once.
+
+        It is when all ranks here began or stopped to wait longer than usual, and every other one of the first steps.
+        """
         all_overdue = all(ring.track.watch.hang.overdue_s > 0 for ring in self._rings)
         changed, self._all_overdue = all_overdue != self._all_overdue, all_overdue
-        return changed
+        return changed or self._early_steps()
+
+    def _early_steps(self) -> bool:
+        """Whether all ranks here have made another few of the first steps, in which peers are compared."""
+        made = min((ring.track.steps for ring in self._rings), default=0) // _EARLY_EVERY
+        news = self._early_told < made <= _EARLY_STEPS // _EARLY_EVERY
+        self._early_told = made
+        return news
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The next heartbeat. This also takes samples of processes and sockets, and flushes the log."""

@@ -14,6 +14,7 @@ from keepstep.control.effects import Effect, Send
 from keepstep.control.incidents.agents import Agents, Question, probes_of
 from keepstep.control.incidents.case import Desk
 from keepstep.control.incidents.crash_case import CrashCase
+from keepstep.control.incidents.early_slowness import EarlySlowness
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_evidence import Patience
 from keepstep.control.incidents.hang_remedy import HangRemedy
@@ -54,6 +55,7 @@ class Cases:
         register = Register(settings, cluster, open_cases.reforming, patience, effects, unix_s)
         self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, patience, unix_s)
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
+        self.early = EarlySlowness(cluster)
         self.ignored = 0  # findings that made no sense
         self.recovery: Recovery | None = None  # the newest recovery of the job
         self._open, self._settings, self._effects = open_cases, settings, effects
@@ -77,6 +79,7 @@ class Cases:
         """Let time pass. ``peers``: the numbers of those that are connected."""
         self.desk.register.now_s = now_s
         self.watch_waiting(now_s)
+        self._look_early(now_s)
         for question in self.desk.agents.due(now_s):
             self._decide(question, now_s)
         for case in self._open.all():
@@ -151,6 +154,15 @@ class Cases:
         if len(self._open.slow) < _MOST_SLOW_CASES:
             self._open.slow.append(SlowCase(self.desk))
         self._open.slow[-1].found(finding, now_s)
+
+    def _look_early(self, now_s: float) -> None:
+        """Open a case for a rank that has been slower than its peers since the first steps."""
+        if self._open.slow or self._open.crash is not None or self._open.standstill():
+            return
+        found = self.early.look(now_s)
+        if found is not None:
+            self._open.slow.append(SlowCase(self.desk, early=True))
+            self._open.slow[-1].found(found, now_s)
 
     def watch_waiting(self, now_s: float) -> None:
         """Open a hang's case when all ranks wait for others longer than usual: then none of them is in a pause.

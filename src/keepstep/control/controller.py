@@ -262,6 +262,7 @@ class Controller:
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cases.incarnation_over(now_s)
             self.cluster.begin_again({})  # the launcher of a single node restarts its workers by itself
+            self.cases.early.begin_again()
             self.cases.mitigation.begin_again(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
@@ -303,6 +304,7 @@ class Controller:
             how += f", {len(table)} of {self.rendezvous.most} nodes"
         if len(table) != before or self.reforming.exchanged:  # nodes have other ranks now
             self.backups.begin_again()
+        self.cases.early.begin_again()
         self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
         self.cases.begin_again(how)
         self.placing.answer(order.placed)

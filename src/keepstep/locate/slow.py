@@ -227,7 +227,7 @@ def _diagnosis(
         lines = _self_evidence(growth, chosen) + told
     culprits = [_culprit(evidence, growth, int(position), stages, last) for position in chosen]
     if growth.before is None:
-        wanted = "a healthy time: the job was slow from the first iteration, peers are the measure"
+        wanted = "a healthy time, as the job was slow from the first iterations on: peers are the measure"
         missing = (*missing, wanted)
     blamed = {int(growth.ranks[p]) for p in chosen}
     blamed |= {rank for culprit in links.culprits if culprit.link for rank in culprit.link.ranks}

@@ -17,6 +17,7 @@ from keepstep.control.incidents.case import (
     unlocated,
     with_action,
 )
+from keepstep.control.incidents.early_slowness import FIRST_STEPS, names_for_sure, slow_since
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
@@ -59,8 +60,9 @@ _IN_FORCE = "S2,"  # how the name of an action begins that may still be in force
 class SlowCase(Case):
     """One slowdown. Ranks with a similar onset belong to the same one."""
 
-    def __init__(self, desk: Desk, incident: Incident | None = None) -> None:
-        self._desk, self.incident = desk, incident
+    def __init__(self, desk: Desk, incident: Incident | None = None, *, early: bool = False) -> None:
+        """``early``: it began with the first steps, so that peers are the measure."""
+        self._desk, self.incident, self.early = desk, incident, early
         # While a remedy is in force, the pace says nothing of the cause.
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
@@ -183,6 +185,9 @@ class SlowCase(Case):
         # Imported here, as the controller starts without numpy.
         from keepstep.core.iteration_table import between, column, distinct
 
+        if self.early:
+            self._judge_early(rows, unanswered, now_s)
+            return
         before = between(rows, 0, onset)
         surely = between(before, 0, onset - _EDGE_STEPS)
         if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
@@ -200,6 +205,23 @@ class SlowCase(Case):
         self._decide(self._desk.evidence(now_s, **known), unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
+
+    def _judge_early(self, rows: Sequence[IterationSummary], unanswered: Sequence[str], now_s: float) -> None:
+        """Decide by the peers of the rank that seemed to be slow; close the case if it was not for steps on end."""
+        from keepstep.core.iteration_table import between
+
+        first = min((row.step for row in rows), default=0)
+        since = slow_since(rows, next(iter(self._slow), -1))
+        if since is None and self.incident is None:
+            self.closed = True
+            return
+        if since is not None and self.incident is None:
+            self._onsets = Counter({since: 1})
+        onset = max(self.onset_step, first + FIRST_STEPS)
+        after = between(rows, onset, self._desk.register.next_change(onset + NEAR_STEPS))
+        known = {"before": between(rows, 0, 0), "after": after, "onset_step": onset}
+        self._decide(self._desk.evidence(now_s, **known), unanswered, now_s)
+        self._settled = True
 
     def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
         """Sharpen the verdict with probes of the links that are blamed."""
@@ -264,7 +286,7 @@ class SlowCase(Case):
     def _ask(self, now_s: float) -> None:
         onset = self.onset_step
         reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= LARGE_WORLD else _BEFORE_STEPS_LARGE
-        first = max(onset - reach, 0)
+        first = 0 if self.early else max(onset - reach, 0)
         changed = self._desk.register.previous_change(onset - NEAR_STEPS)
         if changed < onset:
             first = max(first, min(changed + 1, onset - NEAR_STEPS))
@@ -299,6 +321,9 @@ class SlowCase(Case):
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(evidence)
+        if self.early and self.incident is None and not (self._waits_recorded and names_for_sure(diagnosis)):
+            self.closed = True
+            return
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0

@@ -1,0 +1,92 @@
+"""Ranks that are slow from the first steps on: compared with their peers, from the sixth step to the thirtieth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.early_slowness import EarlySlowness, names_for_sure, slow_since
+from keepstep.core.incident import Culprit, Diagnosis
+from keepstep.core.summary import IterationSummary
+from keepstep.wire.messages import Heartbeat, RankBeat
+
+Own = Callable[[int, int], float]  # the own time of a rank in a step
+
+
+def heartbeat(node: int, ranks: range, step: int, own: Own) -> Heartbeat:
+    beats = tuple(RankBeat(rank, step, 0, 1, 1.0, own(rank, step)) for rank in ranks)
+    return Heartbeat(node, step, float(step), beats)
+
+
+def play(own: Own, steps: int = 60) -> list[tuple[int, int]]:
+    """The steps of two nodes with two ranks each: when which rank was looked at."""
+    cluster = Cluster()
+    cluster.resize(4)
+    early = EarlySlowness(cluster)
+    looked: list[tuple[int, int]] = []
+    for step in range(-1, steps):
+        for number in (0, 1):
+            node = cluster.node(number, f"node-{number}")
+            cluster.heard(node, heartbeat(number, range(2 * number, 2 * number + 2), step, own), float(step))
+            if (found := early.look(float(step))) is not None:
+                looked.append((found.step, found.rank))
+    return looked
+
+
+def test_a_rank_that_stands_out_is_looked_at_from_the_sixth_step_on_and_no_more_later() -> None:
+    looked = play(lambda rank, step: 0.8 if rank == 3 else 0.4)
+    assert looked[0] == (4, 3)  # node 0 has told step 5, node 1 is yet to
+    assert all(rank == 3 for _, rank in looked)
+    assert len(looked) <= 8
+    assert looked[-1][0] <= 30
+
+
+def test_a_rank_that_turns_slow_before_its_pace_is_known_is_looked_at() -> None:
+    first, _ = play(lambda rank, step: 0.8 if rank == 1 and step >= 12 else 0.4)[0]
+    assert 12 <= first <= 14
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda rank, step: 0.4,
+        lambda rank, step: 0.4 + 0.03 * rank,
+        lambda rank, step: 0.9 if rank == 0 and step < 4 else 0.4,
+        lambda rank, step: 0.02 if rank else 0.1,
+        lambda rank, step: 0.9 if rank == 2 and step > 40 else 0.4,
+    ],
+    ids=["alike", "nearly alike", "a long start", "hardly any", "later"],
+)
+def test_nobody_else_is_looked_at(own: Own) -> None:
+    assert play(own) == []
+
+
+def rows(own: Own, steps: int = 12, ranks: int = 4) -> list[IterationSummary]:
+    return [
+        IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1)
+        for step in range(steps)
+        for rank in range(ranks)
+    ]
+
+
+def test_the_onset_is_the_first_of_the_slow_steps() -> None:
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 else 0.4), 2) == 0
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 7 else 0.4), 2) == 7
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 10 else 0.4), 2) is None
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step != 8 else 0.4), 2) == 9
+    assert slow_since(rows(lambda rank, step: 0.4), 2) is None
+    assert slow_since([], 2) is None
+
+
+def test_steps_that_not_all_ranks_have_told_do_not_count() -> None:
+    told = rows(lambda rank, step: 0.8 if rank == 2 else 0.4)
+    alone = [IterationSummary(2, step, float(step), 1.0, 0.1, 0.1) for step in (12, 13)]
+    assert slow_since([*told, *alone], 2) == 0
+
+
+def test_links_and_ranks_that_are_hardly_slower_are_not_named() -> None:
+    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.9),)))
+    assert not names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.2),)))
+    assert not names_for_sure(Diagnosis("slow"))
