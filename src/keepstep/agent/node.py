@@ -21,10 +21,12 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors.sockets import SocketSensor
+from keepstep.agent.sensors.unwatched import UnwatchedSensor
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
 from keepstep.core.events import TIMEOUT_NOTE
 from keepstep.core.own_folders import make_folder
+from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
@@ -32,6 +34,7 @@ from keepstep.wire.messages import (
     Groups,
     Heartbeat,
     Message,
+    Noticed,
     Profile,
     ProfileRequest,
     RankBeat,
@@ -55,6 +58,7 @@ _STARTING_NS = (
 _SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
+_MOST_NOTICES, _MOST_TEXT = 64, 500
 
 
 @dataclass(slots=True)
@@ -112,6 +116,8 @@ class NodeAgent:
         self._gpus = gpus
         self._sockets = SocketSensor()
         self._activity = ActivitySensor()
+        self._unwatched = UnwatchedSensor()
+        self._notices: dict[str, None] = {}  # what the operator is told, in this order
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._pages = RankPages(orders or {})
@@ -174,6 +180,25 @@ class NodeAgent:
         pids = {rank: process.pid for rank, process in self._processes().items()}
         return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
+    def notice(self, text: str) -> None:
+        """Tell the operator of something about this node, once."""
+        if text not in self._notices and len(self._notices) < _MOST_NOTICES:
+            self._notices[text] = None
+            logger.warning("%s", text)
+            self._send(Noticed(self._node_rank, text[:_MOST_TEXT]))
+
+    def _look_at_unclaimed(self, now_ns: int) -> None:
+        """Tell which ranks are not watched, and why, once that is sure."""
+        unclaimed = {r.rank: r.process for r in self._rings if r.process and r.header is None and not r.ended}
+        known = frozenset(self._unwatched.reasons)
+        self._unwatched.look(now_ns * 1e-9, unclaimed)
+        fresh = [(reason, rank) for rank, reason in self._unwatched.reasons.items() if rank not in known]
+        for reason in dict.fromkeys(reason for reason, _ in fresh):
+            ranks = [rank for other, rank in fresh if other == reason]
+            self.notice(
+                f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)} on {self._node}: not watched: {reason}"
+            )
+
     def _look_at_sockets(self, now_ns: int) -> None:
         self._sockets.look(now_ns * 1e-9, self._processes().values())
 
@@ -204,6 +229,7 @@ class NodeAgent:
         self._look_at_sockets(now_ns)
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         self._log.sync()
+        self._look_at_unclaimed(now_ns)
         if (splits := self.microbatches.look()) is not None:
             self._send(splits)
         self._sequence += 1
@@ -217,6 +243,7 @@ class NodeAgent:
         for ring in self._rings:
             ring.told.clear()
         groups = [message for ring in self._rings for message in self._new_groups(ring)]
+        groups += [Noticed(self._node_rank, text) for text in self._notices]
         return groups + [Found(one) for ring in self._rings for one in ring.track.standing.values()]
 
     def profile(self, request: ProfileRequest) -> Profile:
@@ -328,7 +355,7 @@ class NodeAgent:
 
     def _look(self, ring: _Ring, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
         """Check whether a rank makes progress; ``in_flight`` None: its process has not opened the ring yet."""
-        if ring.ended or (in_flight is None and ring.process is None):
+        if ring.ended or (in_flight is None and ring.process is None) or ring.rank in self._unwatched.reasons:
             return
         stillness = self._activity.stillness(ring.rank)
         since_s = stillness.since_s if stillness is not None and stillness.how == "still" else math.inf
@@ -357,6 +384,8 @@ class NodeAgent:
             ring.reader = HostRing(ring.path)
             self._log_steps()
             self._log.flush()
+        now_s = time.monotonic()
+        self._log.claimed(ring.rank, _unix_s(header, header.monotonic_ns * 1e-9), _unix_s(header, now_s))
         pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.track.watch.hang.pauses.update(pauses)
@@ -423,11 +452,12 @@ class NodeAgent:
             not gone,
             first,
             track.watch.hang.overdue_s if not gone else 0.0,
+            ring.rank not in self._unwatched.reasons,
         )
 
     def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
-        """The present state of a rank; None if its ring cannot be read."""
-        if ring.reader is None:
+        """The present state of a rank; None if its ring cannot be read, or is not written."""
+        if ring.reader is None or ring.rank in self._unwatched.reasons:
             return None
         state = self._process_state(ring)
         process = ring.process.pid if ring.process is not None else 0

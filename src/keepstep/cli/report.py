@@ -13,7 +13,7 @@ from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
-from keepstep.traces import Run, open_run
+from keepstep.traces import Run, notices_of, open_run
 
 _ABOUT = (
     "Print the incidents of a run, newest last. Exit code 0: healthy, 1: something was found, 2: cannot tell."
@@ -63,7 +63,8 @@ def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: boo
         elif _watched(run):
             print(f"healthy: {span}, no incident")
         else:
-            print(f"cannot tell: the job ended and nothing of it was recorded; see {run.path}/controller.log")
+            why = "; ".join(notices_of(run.status() or {})) or f"see {run.path}/controller.log"
+            print(one_line(f"cannot tell: the job ended and nothing of it was recorded; {why}"))
 
 
 def _failure(run: Run) -> str:

@@ -12,11 +12,15 @@ from keepstep.core.events import Op, Phase
 from keepstep.core.group_names import shown_name
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.traces import Run, open_run
+from keepstep.traces import Run, notices_of, open_run
 
-_STALE_S = 10.0  # a status file older than this is not shown as the present state
+_STALE_S = (
+    10.0  # a status file older than this, or from later than now, has to change to be the present state
+)
+_CHANGES_S, _FEW_NODES, _RARELY_S = 2.5, 1024, 7.0  # it changes in this time, and in that with more nodes
+_LOOK_S = 0.1
 _COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "WAITS IN")
-_WIDTHS = (12, 16, 7, 8, 14, 9, 9, 8, 0)
+_WIDTHS = (12, 16, 9, 8, 14, 9, 9, 8, 0)
 
 _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one furthest behind comes first."
 
@@ -40,7 +44,8 @@ def show(run: str, *, json: bool) -> int:
         print_json(found)
         return 0
     try:
-        lines = _lines(opened, found)
+        found, age_s = _newest(opened, found)
+        lines = _lines(opened, found, age_s)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RunError(
             f"{run}: its status is incomplete or of another version of keepstep ({type(error).__name__}: {error}); "
@@ -51,11 +56,28 @@ def show(run: str, *, json: bool) -> int:
     return 0
 
 
-def _lines(run: Run, found: dict[str, Any]) -> list[str]:
+def _newest(run: Run, found: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The present status, and how old it is, in seconds: 0 if it changes while it is looked at.
+
+    Clocks differ and are set: only where its time says nothing against it, it is taken for the present one at once.
+    """
+    age_s = time.time() - float(found["unix_s"])
+    if run.end() is not None or abs(age_s) < _STALE_S:
+        return found, 0.0
+    until_s = time.monotonic() + (_CHANGES_S if len(found["nodes"]) <= _FEW_NODES else _RARELY_S)
+    while time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        now = run.status()
+        if now is not None and now["unix_s"] != found["unix_s"]:
+            return now, 0.0
+    return found, age_s
+
+
+def _lines(run: Run, found: dict[str, Any], age_s: float) -> list[str]:
     """All that is shown. Raises LookupError, TypeError, … for a status that is not as the controller writes it."""
     rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
     table = [_line(_COLUMNS), *(_line(row) for row in _folded(rows))]
-    return [_headline(run, found), *table, *_checks(found), *_checkpoints(run)]
+    return [_headline(run, found, age_s), *table, *notices_of(found), *_checks(found), *_checkpoints(run)]
 
 
 def _checks(found: dict[str, Any]) -> Iterator[str]:
@@ -80,13 +102,14 @@ def _checkpoints(run: Run) -> Iterator[str]:
             yield f"node {node}: {line}"
 
 
-def _headline(run: Run, found: dict[str, Any]) -> str:
+def _headline(run: Run, found: dict[str, Any], age_s: float) -> str:
     end = run.end()
     if end is not None:
         state = f"ended with exit code {end.get('exit_code')} ({end.get('reason')})"
+    elif age_s < 0:
+        state = f"not heard of any more, last at a time that is {-age_s:.0f} s ahead of this clock"
     else:
-        age_s = time.time() - float(found["unix_s"])
-        state = _state(found) if age_s < _STALE_S else f"last heard of {age_s:.0f} s ago"
+        state = f"last heard of {age_s:.0f} s ago" if age_s else _state(found)
     incidents = found["open_incidents"]
     still = f"open incidents {', '.join(f'{n:04d}' for n in incidents)}" if incidents else "no open incident"
     steps, most, nodes = found["newest_step"], found.get("most_nodes", 0), len(found["nodes"])
@@ -132,6 +155,8 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         for cells in node["ranks"]:
             beat = dict(zip(found["rank_columns"], cells, strict=False))
             state = "ended" if not beat["alive"] else str(node["agent"])
+            if not beat.get("watched", True) and state == "ok":
+                state = "unwatched"
             flying, waits_in = beat.get("in_flight"), ""
             if flying and beat["idle_s"] >= 1.0:
                 waits_in = f"{_named(Op, flying['op'])} {shown_name(flying['group'])} seq {flying['seq']}"

@@ -39,6 +39,7 @@ from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.own_folders import make_folder, write_whole
+from keepstep.core.steady_time import steady_unix_s
 from keepstep.core.within import within
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render, render_action, render_closing
@@ -137,11 +138,11 @@ class ControlServer:
         self._options = options
         self._parent = parent
         self._files = RunFiles(options.run_dir, options.council)
-        self._wall_offset_s = time.time() - time.monotonic()
         self._controller = Controller(
             options.settings,
             locators=Locators(options.layout),
-            unix_s=self._unix_s,
+            unix_s=steady_unix_s,
+            clock_s=time.time,
             pid=os.getpid(),
         )
         self._server: wire.Server | None = None
@@ -249,12 +250,9 @@ class ControlServer:
         assert self._server is not None
         counters = {**self._server.counters.as_dict(), "errors": self._failures}
         try:
-            self._files.write_status(status_of(self._controller, now_s, self._unix_s(now_s), counters))
+            self._files.write_status(status_of(self._controller, now_s, time.time(), counters))
         except OSError as error:
             logger.warning("status.json cannot be written: %s", error)
-
-    def _unix_s(self, now_s: float) -> float:
-        return now_s + self._wall_offset_s
 
     # Effects of the core.
 
@@ -310,13 +308,13 @@ class ControlServer:
             logger.error("%s: cannot be written: %s", error.filename, error.strerror)
 
     def _say(self, effect: Say) -> None:
-        run = spoken(self._options.run_dir)
+        run, now_s = spoken(self._options.run_dir), steady_unix_s(time.monotonic())
         if effect.what == "closes":
             text = render_closing(effect.incident, color=self._color)
         elif effect.what == "acts":
             text = render_action(effect.incident, color=self._color)
         else:
-            text = render(effect.incident, color=self._color, run=run, now_unix_s=time.time()) + "\n"
+            text = render(effect.incident, color=self._color, run=run, now_unix_s=now_s) + "\n"
         if effect.what == "sharper":
             text = f"incident {effect.incident.number:04d}, at a closer look:\n{text}"
         self._print(text)

@@ -47,6 +47,7 @@ from keepstep.wire.messages import (
     Locate,
     Measured,
     Message,
+    Noticed,
     Operate,
     Placement,
     Probed,
@@ -77,11 +78,16 @@ class Controller:
         *,
         locators: Locators | None = None,
         unix_s: Callable[[float], float] = lambda now_s: now_s,
+        clock_s: Callable[[], float] | None = None,
         pid: int = 0,
     ) -> None:
+        """``unix_s``: Unix time of a moment on this controller's clock, which goes on evenly when clocks are set.
+
+        ``clock_s``: Unix time now, as clocks are set now, which those of joining nodes are compared with.
+        """
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
-        self.admission = Admission(unix_s)
+        self.admission = Admission(clock_s)
         self.councils = Councils(settings.seat, settings.term)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.states = JobStates()
@@ -223,6 +229,10 @@ class Controller:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
+    def _noticed(self, node: Node, message: Noticed, _: float) -> None:
+        if node.notice(message.text):
+            self._effects.append(Tell(message.text))
+
     def _answered(self, node: Node, message: Profile | States | Probed, now_s: float) -> None:
         self.cases.answered(node, message, now_s)
 
@@ -256,7 +266,7 @@ class Controller:
         if sender.launcher is None:
             self.peers.refuse(peer, "only launchers join")
             return
-        if reason := self.admission.objection(join, now_s):
+        if reason := self.admission.objection(join):
             self.peers.refuse(peer, reason)
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
@@ -469,6 +479,7 @@ class Controller:
     _FROM_NODES: ClassVar[_Handlers] = {
         **dict.fromkeys((Profile, States, Probed), _answered),
         **dict.fromkeys((Held, Measured), _tested),
+        Noticed: _noticed,
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),

@@ -22,6 +22,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     agent_starts: int
     dropped: int  # ring records that were lost
     ranks: tuple[RankBeat, ...]  # rows in the order of ``Status.rank_columns``
+    notices: tuple[str, ...] = ()  # what is not watched or not written there, and why
 
 
 class BackupStatus(msgspec.Struct, frozen=True):
@@ -76,6 +77,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
                 node.agent_starts,
                 beat.dropped if beat else 0,
                 beat.ranks if beat else (),
+                tuple(node.notices),
             )
         )
     state = controller.state(now_s)

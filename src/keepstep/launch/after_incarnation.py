@@ -154,7 +154,8 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     if course.link:
         await course.link.close()
     await controller.stop()
-    await incarnation.sweep(frozenset({run.processes.guard.pid}), course.kill_now)
+    processes = run.processes
+    await incarnation.sweep(frozenset({processes.guard.pid}), processes.sessions, course.kill_now)
     parts.watching.close()
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code
@@ -165,10 +166,11 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
 
 async def sweep(parts: Parts) -> None:
     """End what workers have left behind, but no program of ours, and no process that waits to play a rank."""
-    ours = parts.watching.pids | parts.crew.restarts.pids | {parts.run.processes.guard.pid}
+    processes = parts.run.processes
+    ours = parts.watching.pids | parts.crew.restarts.pids | {processes.guard.pid}
     if parts.controller.pid:
         ours |= {parts.controller.pid}
-    await incarnation.sweep(ours, parts.course.kill_now)
+    await incarnation.sweep(ours, processes.sessions, parts.course.kill_now)
 
 
 async def _part(parts: Parts, outcome: Outcome) -> None:

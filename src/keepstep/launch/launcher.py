@@ -35,6 +35,7 @@ from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers
 from keepstep.launch.workers.processes import Processes
 from keepstep.launch.workers.recovery_times import sentence
+from keepstep.launch.workers.rings import autoloads
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
@@ -196,7 +197,8 @@ class Launcher:
             self._watching.start()
         ranks = fold_ranks(range(place.first_rank, place.first_rank + job.nproc))
         which = f"rank{'s' if job.nproc > 1 else ''} {ranks} of {place.world_size}"
-        watched = "watched, " if self._watching.rings.paths and controller.at else ""
+        is_watched = self._watching.rings.paths and controller.at and autoloads(self._crew.environ)
+        watched = "watched, " if is_watched else ""
         self._run.say(f"{which} on {job.node}: {watched}run folder {self._run.folder}")
         return workers
 

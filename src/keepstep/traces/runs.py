@@ -94,6 +94,12 @@ def open_run(path: str | Path) -> Run:
     raise RunError(f"{path}: no run folder (no run.json in it); {hint}")
 
 
+def notices_of(status: dict[str, Any]) -> list[str]:
+    """What a status tells is not watched or not written on some node, and why."""
+    nodes: Any = status.get("nodes", ())
+    return list(dict.fromkeys(str(text) for node in nodes for text in node.get("notices", ())))
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a log; an empty one where it cannot be read, or is not read on."""
     try:

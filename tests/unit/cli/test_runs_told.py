@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,7 @@ def test_status_says_what_watching_costs_the_network(
 ) -> None:
     run = Path(_run(tmp_path))
     status = {
-        "unix_s": 0.0, "state": "running", "world_size": 4, "newest_step": 9, "open_incidents": [], "nodes": [],
+        "unix_s": time.time(), "state": "running", "world_size": 4, "newest_step": 9, "open_incidents": [], "nodes": [],
         "rank_columns": [], "counters": {"bytes_in": 8000},
     }  # fmt: skip
     (run / "status.json").write_text(json.dumps(status))
@@ -124,13 +126,54 @@ def test_a_status_without_a_part_is_incomplete(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(_run(tmp_path))
-    (run / "status.json").write_text(json.dumps({key: value for key, value in STATUS.items() if key != name}))
-    if name == "state":  # of an old status its age is told
-        assert main(["status", str(run)]) == 0
-        return
+    status = STATUS | {"unix_s": time.time()}
+    del status[name]
+    (run / "status.json").write_text(json.dumps(status))
     told = _refused(["status", str(run)], capsys)
     assert f"its status is incomplete or of another version of keepstep (KeyError: '{name}')" in told
     assert main(["status", str(run), "--json"]) == 0
+
+
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_a_status_that_changes_is_the_present_one_however_clocks_are_set(
+    hours: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(_run(tmp_path))
+    told_s = time.time() + hours * 3600
+
+    def write(more_s: float) -> None:
+        (run / "draft").write_text(json.dumps({**STATUS, "unix_s": told_s + more_s}))
+        (run / "draft").replace(run / "status.json")
+
+    write(0.0)
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert ("last heard of 72" in told) if hours < 0 else ("not heard of any more" in told)
+    writer = threading.Timer(0.3, write, (1.0,))
+    writer.start()
+    assert main(["status", str(run)]) == 0
+    writer.join()
+    assert ": running; " in capsys.readouterr().out
+
+
+def test_what_is_not_watched_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(_run(tmp_path, watched=False))
+    columns = [*STATUS["rank_columns"], "watched"]
+    node = {
+        "node": "gpu-01",
+        "agent": "ok",
+        "ranks": [[0, True, -1, 1, 0, 0, 0, False]],
+        "notices": ["rank 0: why"],
+    }
+    status = STATUS | {"unix_s": time.time(), "rank_columns": columns, "nodes": [node]}
+    (run / "status.json").write_text(json.dumps(status))
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "rank 0: why\n" in told
+    assert "unwatched" in told
+    (run / "end.json").write_text(json.dumps({"exit_code": 0, "reason": "finished"}))
+    assert main(["report", str(run)]) == 2
+    assert "nothing of it was recorded; rank 0: why\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["status.json", "end.json", "incidents/0001.json"])

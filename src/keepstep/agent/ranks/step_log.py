@@ -32,6 +32,15 @@ class StepLog:
         self._file = self._opened()
         self._size = self._file.tell()
 
+    def claimed(self, rank: int, began_unix_s: float, now_unix_s: float) -> None:
+        """Note when the rank's process began to write, and the time now, by the clock of its iterations.
+
+        Steps outside of that are of another process: the clock may have been set back since, and its steps would
+        be taken for written.
+        """
+        if not began_unix_s <= self._written_to.get(str(rank), 0.0) <= now_unix_s:
+            self._written_to.pop(str(rank), None)
+
     def add(self, iteration: IterationSummary, start_unix_s: float, together: int = 1) -> None:
         """Take one iteration, unless an earlier agent has written it already.
 

@@ -145,19 +145,19 @@ class Peers:
 class Admission:
     """Whether the nodes of a job fit each other, by the versions and clocks that launchers tell when they join.
 
-    ``unix_s``: Unix time of a moment on the controller's clock.
+    ``clock_s``: Unix time now, as the clock beside the controller is set now; None: clocks are not compared.
     """
 
-    def __init__(self, unix_s: Callable[[float], float]) -> None:
-        self._unix_s = unix_s
+    def __init__(self, clock_s: Callable[[], float] | None) -> None:
+        self._clock_s = clock_s
         self._first: Join | None = None
         self.found: dict[str, tuple[str, ...]] = {}  # problems that each node's checks found, by its name
 
-    def objection(self, join: Join, now_s: float) -> str:
+    def objection(self, join: Join) -> str:
         """Why this launcher cannot take part; "": it can. One that has a place already is not asked."""
         if join.incarnation >= 0:
             return ""
-        skew_s = join.unix_s - self._unix_s(now_s) if join.unix_s else 0.0
+        skew_s = join.unix_s - self._clock_s() if join.unix_s and self._clock_s else 0.0
         if abs(skew_s) > MOST_SKEW_S:
             return (
                 f"the clock of node {join.node} is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the "

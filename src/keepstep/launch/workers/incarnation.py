@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.core.abort_file import drop_empty
@@ -371,11 +371,14 @@ async def _either(first: asyncio.Event, second: asyncio.Event | None, timeout_s:
             wait.cancel()
 
 
-async def sweep(apart_from: frozenset[int], kill_now: asyncio.Event) -> None:
-    """End all processes below the launcher except some: data loaders and helpers that workers have left behind."""
+async def sweep(apart_from: frozenset[int], sessions: Container[int], kill_now: asyncio.Event) -> None:
+    """End all processes below the launcher except some: data loaders and helpers that workers have left behind.
+
+    Those of sessions other than ``sessions`` are meant to outlive the workers: they have called setsid.
+    """
     deadline_s = time.monotonic() + _SWEEP_PATIENCE_S
     asked: set[int] = set()
-    while left := descendants(os.getpid(), apart_from):
+    while left := descendants(os.getpid(), apart_from, sessions):
         urgent = kill_now.is_set() or time.monotonic() >= deadline_s
         for pid in left:
             if urgent or pid not in asked:

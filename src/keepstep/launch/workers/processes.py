@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
@@ -65,6 +65,8 @@ class Processes:
         self._descriptors = descriptors
         self._children: dict[int, Child] = {}
         self._on_exit: dict[int, Callable[[Child], None]] = {}
+        # Of this launcher and its children, also those that have ended: others are of processes that called setsid.
+        self.sessions = {os.getsid(0)}
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def start(
@@ -115,6 +117,7 @@ class Processes:
             ) from None
         child = Child(name, popen.pid, time.monotonic(), stdout=popen.stdout, _popen=popen)
         self._children[child.pid] = child
+        self.sessions.add(child.pid)
         self._on_exit[child.pid] = on_exit
         self.guard.add(child.pid, at_once=not saves)
         return child
@@ -236,21 +239,26 @@ def end_group(leader: int, number: int) -> bool:
     return asked
 
 
-def descendants(root: int, apart_from: frozenset[int] = frozenset()) -> list[int]:
-    """Living processes below ``root``, as in ``/proc``; no zombies, and neither ``apart_from`` nor what is below."""
+def descendants(
+    root: int, apart_from: frozenset[int] = frozenset(), sessions: Container[int] | None = None
+) -> list[int]:
+    """Living processes below ``root``, as in ``/proc``; no zombies, and neither ``apart_from`` nor what is below.
+
+    ``sessions``: those of other sessions, which have called setsid, are left out.
+    """
     children: dict[int, list[int]] = {}
-    dead: set[int] = set()
+    left_out: set[int] = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
+                state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
         except (OSError, ValueError):
             continue
         children.setdefault(int(parent), []).append(int(entry))
-        if state in (b"Z", b"X"):
-            dead.add(int(entry))
+        if state in (b"Z", b"X") or (sessions is not None and int(session) not in sessions):
+            left_out.add(int(entry))
     found: list[int] = []
     pending = [root]
     while pending:
@@ -258,4 +266,4 @@ def descendants(root: int, apart_from: frozenset[int] = frozenset()) -> list[int
             if pid not in apart_from:
                 found.append(pid)
                 pending.append(pid)
-    return [pid for pid in found if pid not in dead]
+    return [pid for pid in found if pid not in left_out]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.core.budgets import Cause, Refusal, refusal
 from keepstep.core.incident import Recovery
+from keepstep.core.steady_time import monotonic_s, steady_unix_s
 from keepstep.launch.command.placement import OURS, Place, WorkerPlan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.processes import Child
@@ -112,7 +113,8 @@ class Restarts:
         """
         known = steps > 0 or (steps == 0 and bool(failure.message))
         step = self._loaded.get(failure.rank, 0) + steps if known else -1
-        return Cause(failure.unix_s, self._job.node, failure.rank, step, failure.text, failure.by_keepstep)
+        at_s = steady_unix_s(monotonic_s(failure.unix_s))
+        return Cause(at_s, self._job.node, failure.rank, step, failure.text, failure.by_keepstep)
 
     def refused(self, cause: Cause) -> Refusal | None:
         """Why the budgets allow no restart for this cause; None: they do, and it is counted."""

@@ -116,6 +116,11 @@ def preload(environ: Mapping[str, str], library: Path | None) -> dict[str, str]:
     return {LD_PRELOAD: f"{before}:{path}" if before else path}
 
 
+def autoloads(environ: Mapping[str, str]) -> bool:
+    """Whether torch loads keepstep's part when it is imported: it is so unless the user has switched that off."""
+    return environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+
+
 @cache
 def _by_descriptor(path: str) -> str:
     """A path to the same file without separators in it, which is valid while this process lives."""

@@ -20,6 +20,7 @@ from keepstep.core.budgets import LEFT_EARLY
 from keepstep.core.finding import Finding
 from keepstep.core.lost_connection import tells_of_a_timeout, tells_of_another
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.steady_time import monotonic_s
 from keepstep.launch.command.placement import ERROR_FILE, WorkerPlan
 from keepstep.launch.workers import error_text
 from keepstep.launch.workers.processes import exit_code
@@ -184,7 +185,7 @@ def finding(failure: Failure, node: str, incarnation: int) -> Finding:
         kind="crash" if failure.status else "exit",
         rank=failure.rank,
         node=node,
-        time_s=time.monotonic() - (time.time() - failure.unix_s),
+        time_s=monotonic_s(failure.unix_s),
         step=-1,
         exit_code=failure.exit_code,
         message=failure.message if failure.status else "",

@@ -19,6 +19,7 @@ AgentMessage = (
     | Groups
     | Heartbeat
     | Found
+    | Noticed
     | Profile
     | States
     | Reachable

@@ -17,7 +17,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
-from keepstep.wire.messages.limits import LoadBytes, Message
+from keepstep.wire.messages.limits import Line, LoadBytes, Message
 
 
 class Groups(Message, frozen=True):
@@ -40,6 +40,7 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     alive: bool = True
     in_flight: OpInFlight | None = None  # the operation in flight; of several, the one entered first
     overdue_s: float = 0.0  # how long it has waited for others, if longer than usual; else 0
+    watched: bool = True  # False: it is known that its process writes no ring
 
 
 class Heartbeat(Message, frozen=True, gc=False):
@@ -52,6 +53,13 @@ class Heartbeat(Message, frozen=True, gc=False):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     dropped: int = 0  # ring records dropped or lost so far
+
+
+class Noticed(Message, frozen=True):
+    """What the operator is to be told of a node, once: what is not watched or not written there, and why."""
+
+    node_rank: int
+    text: Line
 
 
 class Found(Message, frozen=True):

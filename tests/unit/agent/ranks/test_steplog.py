@@ -17,6 +17,21 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_steps_after_the_clock_was_set_back_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "i.jsonl"
+    first = StepLog(path, (0,))
+    first.add(iteration(0, 0), 7200.0)
+    first.close()
+    again = StepLog(path, (0,))  # of a new agent, which finds the same process
+    again.claimed(0, 7100.0, 7300.0)
+    again.add(iteration(0, 0), 7200.0)
+    again.add(iteration(0, 1), 7201.0)
+    again.claimed(0, 10.0, 12.0)  # of another process, after the clock was set back
+    again.add(iteration(0, 2), 11.0)
+    again.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
 def test_a_step_is_written_when_all_ranks_have_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "0" / "iterations.jsonl"
     log = StepLog(path, (4, 5))
