@@ -35,10 +35,16 @@ def main() -> int:
 
 def _told(line: str) -> list[str]:
     """The arguments in a line from stdin; from now on stdout and stderr go to the log that it names."""
+    from keepstep.core.errors import UnsafePathError
     from keepstep.core.own_folders import open_file
 
     told = json.loads(line)
-    log = open_file(Path(told["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        log = open_file(Path(told["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except UnsafePathError:
+        raise
+    except OSError:  # such as a full disk
+        log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -21,12 +21,11 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors.sockets import SocketSensor
-from keepstep.agent.sensors.unwatched import UnwatchedSensor
+from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
-from keepstep.core.errors import RingError
+from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.events import TIMEOUT_NOTE
-from keepstep.core.own_folders import make_folder
-from keepstep.core.ranges import fold_ranks
+from keepstep.core.own_folders import make_folder, unwritten
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
@@ -34,7 +33,6 @@ from keepstep.wire.messages import (
     Groups,
     Heartbeat,
     Message,
-    Noticed,
     Profile,
     ProfileRequest,
     RankBeat,
@@ -58,7 +56,7 @@ _STARTING_NS = (
 _SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
-_MOST_NOTICES, _MOST_TEXT = 64, 500
+_SAVE_AGAIN_NS = 10_000_000_000
 
 
 @dataclass(slots=True)
@@ -117,7 +115,8 @@ class NodeAgent:
         self._sockets = SocketSensor()
         self._activity = ActivitySensor()
         self._unwatched = UnwatchedSensor()
-        self._notices: dict[str, None] = {}  # what the operator is told, in this order
+        self._notices: tuple[str, ...] = ()  # what the operator is told
+        self._save_again_ns = 0  # when rings are saved that could not be; 0: none
         self._sequence = 0
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._pages = RankPages(orders or {})
@@ -180,24 +179,18 @@ class NodeAgent:
         pids = {rank: process.pid for rank, process in self._processes().items()}
         return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
-    def notice(self, text: str) -> None:
-        """Tell the operator of something about this node, once."""
-        if text not in self._notices and len(self._notices) < _MOST_NOTICES:
-            self._notices[text] = None
-            logger.warning("%s", text)
-            self._send(Noticed(self._node_rank, text[:_MOST_TEXT]))
-
-    def _look_at_unclaimed(self, now_ns: int) -> None:
-        """Tell which ranks are not watched, and why, once that is sure."""
+    def _noticed(self, now_ns: int) -> tuple[str, ...]:
+        """What the operator should know of this node now: what is not watched, or not written, and why."""
         unclaimed = {r.rank: r.process for r in self._rings if r.process and r.header is None and not r.ended}
-        known = frozenset(self._unwatched.reasons)
         self._unwatched.look(now_ns * 1e-9, unclaimed)
-        fresh = [(reason, rank) for rank, reason in self._unwatched.reasons.items() if rank not in known]
-        for reason in dict.fromkeys(reason for reason, _ in fresh):
-            ranks = [rank for other, rank in fresh if other == reason]
-            self.notice(
-                f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)} on {self._node}: not watched: {reason}"
-            )
+        full = {ring.rank: FULL for ring in self._rings if ring.header is not None and ring.header.overflowed}
+        lines = noticed_of(self._node, full | self._unwatched.reasons)
+        if self._log.trouble:
+            lines.append(unwritten(self._run_dir, self._log.trouble))
+        for line in set(lines) - set(self._notices):
+            logger.warning("%s", line)
+        self._notices = tuple(lines)
+        return self._notices
 
     def _look_at_sockets(self, now_ns: int) -> None:
         self._sockets.look(now_ns * 1e-9, self._processes().values())
@@ -229,13 +222,15 @@ class NodeAgent:
         self._look_at_sockets(now_ns)
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         self._log.sync()
-        self._look_at_unclaimed(now_ns)
+        notices = self._noticed(now_ns)
+        if 0 < self._save_again_ns <= now_ns:
+            self.save_rings()
         if (splits := self.microbatches.look()) is not None:
             self._send(splits)
         self._sequence += 1
         dropped = sum(ring.track.lost + (ring.header.dropped if ring.header else 0) for ring in self._rings)
         now_s, causes = now_ns * 1e-9, self._causes()
-        return Heartbeat(self._node_rank, self._sequence, now_s, beats, clock, causes, dropped)
+        return Heartbeat(self._node_rank, self._sequence, now_s, beats, clock, causes, dropped, notices)
 
     def again(self) -> list[Message]:
         """The messages that a new controller must hear after Hello: groups, and findings that still hold."""
@@ -243,7 +238,6 @@ class NodeAgent:
         for ring in self._rings:
             ring.told.clear()
         groups = [message for ring in self._rings for message in self._new_groups(ring)]
-        groups += [Noticed(self._node_rank, text) for text in self._notices]
         return groups + [Found(one) for ring in self._rings for one in ring.track.standing.values()]
 
     def profile(self, request: ProfileRequest) -> Profile:
@@ -299,17 +293,18 @@ class NodeAgent:
 
     def save_rings(self) -> int:
         """Save readable rings to ``RUN/rings`` and link tables to ``RUN/links``; return the number of rings."""
-        folder = self._run_dir / "rings"
-        make_folder(folder)
-        saved = 0
+        folder, saved, self._save_again_ns = self._run_dir / "rings", 0, 0
         for ring in self._rings:
             if ring.reader is None or ring.header is None or not ring.header.pid:
                 continue
             try:
+                make_folder(folder)
                 ring.reader.save(folder / f"rank-{ring.rank:05d}.ring")
                 saved += 1
             except (RingError, OSError) as error:
                 logger.warning("rank %d: its ring could not be saved: %s", ring.rank, error)
+                if not isinstance(error, KeepstepError):  # such as a full disk
+                    self._save_again_ns = time.monotonic_ns() + _SAVE_AGAIN_NS
         try:
             link_files.save(self._links, self._run_dir / "links")
         except OSError as error:

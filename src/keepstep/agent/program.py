@@ -23,7 +23,6 @@ from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards
-from keepstep.core.own_folders import make_folder
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -308,7 +307,6 @@ def serve(arguments: Arguments) -> int:
     if not all(os.path.exists(f"/proc/{maker}") for maker in makers):
         parent = -1
     folder = arguments.run_dir / "nodes" / str(arguments.node_rank)
-    make_folder(folder)
     log_into(folder / "agent.log", "%(asctime)s %(process)d %(levelname)s %(message)s")
     logger.info(
         "agent of node %d (%s), ranks %s", arguments.node_rank, arguments.node, sorted(arguments.rings)

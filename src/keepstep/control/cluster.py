@@ -15,7 +15,6 @@ _MOST_GROUPS = 262_144
 _MOST_MEMBERS = 16_000_000  # most members in all groups together
 _CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
-_MOST_NOTICES = 64  # of one node
 _MOST_ENDPOINTS = 4  # addresses kept for probes of one node
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
@@ -43,21 +42,11 @@ class Node:
     causes: tuple[HostCause, ...] = ()
     failure_domain: str = ""  # nodes of the same domain may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
-    notices: dict[str, None] = field(
-        default_factory=dict[str, None]
-    )  # what its agent has had the operator told
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 
     def back(self) -> None:
         """Note that the node's agent or launcher is connected."""
         self.lost_s, self.lost = None, False
-
-    def notice(self, text: str) -> bool:
-        """Note what the operator is to be told; False: that was noted before, or is too much."""
-        if text in self.notices or len(self.notices) >= _MOST_NOTICES:
-            return False
-        self.notices[text] = None
-        return True
 
     def answers_at(self, endpoints: Sequence[Endpoint]) -> None:
         """Note where the node's agent answers probes."""

@@ -38,7 +38,7 @@ from keepstep.control.settings import Settings
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
-from keepstep.core.own_folders import make_folder, write_whole
+from keepstep.core.own_folders import make_folder, unwritten, write_whole
 from keepstep.core.steady_time import steady_unix_s
 from keepstep.core.within import within
 from keepstep.report.incidents import incident_to_json, read_incidents
@@ -50,6 +50,7 @@ logger = logging.getLogger("keepstep.control")
 _TICK_S = 0.1
 _FEW_NODES, _RARELY_S = 1024, 5.0  # with more nodes, status.json is written this rarely
 _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
+_MOST_UNWRITTEN = 1000
 _REACH_S = 5.0  # after so long without an answer an election port is reported as unreachable
 
 _EffectHandler: TypeAlias = Callable[[Any, Any], None]
@@ -153,6 +154,7 @@ class ControlServer:
         self._done = asyncio.Event()
         self._next_status_s = 0.0
         self._failures = 0
+        self._unwritten: dict[str, Callable[[], None]] = {}  # files that could not be written yet
         self._color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
     async def main(self) -> int:
@@ -249,10 +251,11 @@ class ControlServer:
     def _write_status(self, now_s: float) -> None:
         assert self._server is not None
         counters = {**self._server.counters.as_dict(), "errors": self._failures}
-        try:
-            self._files.write_status(status_of(self._controller, now_s, time.time(), counters))
-        except OSError as error:
-            logger.warning("status.json cannot be written: %s", error)
+        self._keep(
+            "status", self._files.write_status, status_of(self._controller, now_s, time.time(), counters)
+        )
+        for name, write in list(self._unwritten.items()) if "status" not in self._unwritten else ():
+            self._try(name, write)
 
     # Effects of the core.
 
@@ -301,11 +304,21 @@ class ControlServer:
             if connection is not None:
                 connection.send_encoded(body)
 
-    def _keep(self, write: Callable[[T], None], what: T) -> None:
+    def _keep(self, name: str, write: Callable[[T], None], what: T) -> None:
+        """Write a file, or keep what is to be in it until that can be written, as where the disk is full."""
+        self._try(name, lambda: write(what))
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
         try:
-            write(what)
+            write()
+            self._unwritten.pop(name, None)
         except OSError as error:
-            logger.error("%s: cannot be written: %s", error.filename, error.strerror)
+            if name in self._unwritten or len(self._unwritten) < _MOST_UNWRITTEN:
+                self._unwritten[name] = write
+            text = unwritten(self._options.run_dir, error.strerror or str(error))
+            for line in self._controller.notices.fresh((text,), time.monotonic()):
+                logger.error("%s: %s", error.filename, error.strerror)
+                self._print(f"keepstep: {one_line(line)}")
 
     def _say(self, effect: Say) -> None:
         run, now_s = spoken(self._options.run_dir), steady_unix_s(time.monotonic())
@@ -328,11 +341,15 @@ class ControlServer:
 
     _EFFECTS: ClassVar[Mapping[type, _EffectHandler]] = {
         Send: _send,
-        WriteIncident: lambda self, effect: self._keep(self._files.write_incident, effect.incident),
+        WriteIncident: lambda self, effect: self._keep(
+            f"incident {effect.incident.number}", self._files.write_incident, effect.incident
+        ),
         Say: _say,
         Tell: lambda self, effect: self._print(f"keepstep: {one_line(effect.text)}"),
-        StorePlacement: lambda self, effect: self._keep(self._files.write_placements, effect.placements),
-        StoreStop: lambda self, effect: self._keep(self._files.write_stop, effect.stop),
+        StorePlacement: lambda self, effect: self._keep(
+            "table", self._files.write_placements, effect.placements
+        ),
+        StoreStop: lambda self, effect: self._keep("stop", self._files.write_stop, effect.stop),
         # A failure to write is raised: launchers must not be told of a council that was not kept.
         StoreCouncil: lambda self, effect: self._files.write_council(effect.council),
         Reach: _begin_to_reach,

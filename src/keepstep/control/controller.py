@@ -27,6 +27,7 @@ from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.membership.transitions import JobState
+from keepstep.control.notices import Notices
 from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import (
@@ -47,7 +48,6 @@ from keepstep.wire.messages import (
     Locate,
     Measured,
     Message,
-    Noticed,
     Operate,
     Placement,
     Probed,
@@ -90,7 +90,7 @@ class Controller:
         self.admission = Admission(clock_s)
         self.councils = Councils(settings.seat, settings.term)
         self.backups = Backups(settings.backups, settings.lost_s)
-        self.states = JobStates()
+        self.states, self.notices = JobStates(), Notices()
         self.ending = Ending(settings.join_s, settings.grace_s)
         self._effects: list[Effect] = []  # what is to be done, in order; every part adds to it
         self.peers = Peers(settings, self.cluster, self.rendezvous, self._effects, pid)
@@ -229,10 +229,6 @@ class Controller:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
-    def _noticed(self, node: Node, message: Noticed, _: float) -> None:
-        if node.notice(message.text):
-            self._effects.append(Tell(message.text))
-
     def _answered(self, node: Node, message: Profile | States | Probed, now_s: float) -> None:
         self.cases.answered(node, message, now_s)
 
@@ -260,6 +256,8 @@ class Controller:
         node = self.peers.heartbeat(sender, beat, now_s)
         if node is not None and node.overdue:
             self.cases.watch_waiting(now_s)
+        if node is not None and beat.notices:
+            self._effects += map(Tell, self.notices.fresh(beat.notices, now_s))
 
     def _join(self, sender: Peer, join: Join, now_s: float) -> None:
         peer = sender.number
@@ -479,7 +477,6 @@ class Controller:
     _FROM_NODES: ClassVar[_Handlers] = {
         **dict.fromkeys((Profile, States, Probed), _answered),
         **dict.fromkeys((Held, Measured), _tested),
-        Noticed: _noticed,
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),

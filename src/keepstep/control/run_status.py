@@ -77,7 +77,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
                 node.agent_starts,
                 beat.dropped if beat else 0,
                 beat.ranks if beat else (),
-                tuple(node.notices),
+                beat.notices if beat else (),
             )
         )
     state = controller.state(now_s)

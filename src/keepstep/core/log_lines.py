@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 
-from keepstep.core.own_folders import open_file
+from keepstep.core.errors import UnsafePathError
+from keepstep.core.own_folders import make_folder, open_file
 
 LONGEST = 2000  # characters of a line
 _LONGEST_TRACE = 16_384  # characters of a traceback
@@ -35,14 +35,50 @@ class OneLineFormatter(logging.Formatter):
         return "\n".join(f"  | {one_line(line)}" for line in lines)
 
 
-class _OwnFile(logging.FileHandler):
-    def _open(self) -> TextIOWrapper:
-        descriptor = open_file(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+class _OwnFile(logging.Handler):
+    """Appends records to a file. One that cannot be written, as on a full disk, is left out, and counted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._descriptor = path, -1
+        self._lost, self._why = 0, ""
+        self._is_torn = False  # the last line is not whole
+        try:
+            self._opened()
+        except UnsafePathError:
+            raise
+        except OSError:
+            return  # tried again with each record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{self.format(record)}\n"
+        except Exception:
+            self.handleError(record)
+            return
+        if self._lost:
+            text = f"({self._lost} records are missing here: {self._why})\n{text}"
+        content = f"{chr(10) * self._is_torn}{text}".encode(errors="backslashreplace")
+        try:
+            written = os.write(self._opened(), content)
+        except OSError as error:
+            self._lost, self._why = self._lost + 1, error.strerror
+            return
+        self._is_torn = written < len(content)
+        self._lost, self._why = int(self._is_torn), "no room"
+
+    def _opened(self) -> int:
+        if self._descriptor < 0:
+            make_folder(self._path.parent)
+            self._descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return self._descriptor
 
 
 def log_into(path: Path, form: str) -> None:
-    """Have this process append its log to a file. Raises OSError and UnsafePathError as ``open_file`` does."""
+    """Have this process append its log to a file. Raises UnsafePathError as ``open_file`` does.
+
+    Whatever else is in the way of the file is waited for, and what was to be logged meanwhile is left out.
+    """
     handler = _OwnFile(path)
     handler.setFormatter(OneLineFormatter(form))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -72,6 +72,13 @@ def open_file(path: Path, flags: int) -> int:
         return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=folder)
 
 
+def unwritten(folder: Path, why: str) -> str:
+    """What the operator is told once while a run's folder cannot be written, as when its disk is full."""
+    return (
+        f"{folder} cannot be written ({why}): watching goes on in memory, and files follow once there is room"
+    )
+
+
 def write_whole(path: Path, content: bytes | bytearray) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it. Raises as ``open_file`` does."""
     draft = f".{path.name}.{os.getpid()}"

@@ -59,3 +59,27 @@ def test_a_program_logs_into_its_file(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", script, str(tmp_path / "agent.log")], check=True)
     line = "WARNING no connection: gone\\nINFO all is well \\ud800\n"
     assert (tmp_path / "agent.log").read_text() == 2 * line
+
+
+def test_what_a_full_disk_does_not_take_is_counted(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk: it is lifted after the third record."""
+    script = (
+        "import logging, resource, signal, sys; from pathlib import Path\n"
+        "from keepstep.core.log_lines import log_into\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"log_into(Path(sys.argv[1]), {FORM!r})\n"
+        "for number in range(5):\n"
+        "    most = 20 if number < 3 else 1_000_000\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (most, -1))\n"
+        "    logging.getLogger('x').warning('record %d', number)\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "nodes" / "agent.log")]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert (tmp_path / "nodes" / "agent.log").read_text().splitlines() == [
+        "WARNING record 0",
+        "WAR",
+        "(2 records are missing here: File too large)",
+        "WARNING record 3",
+        "WARNING record 4",
+    ]

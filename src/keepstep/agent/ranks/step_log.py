@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections import deque
 from collections.abc import Collection
-from io import BufferedWriter
 from pathlib import Path
-from typing import cast
 
+from keepstep.core.errors import UnsafePathError
 from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.summary import IterationSummary
 
 LIMIT_BYTES = 64 << 20
+_MOST_WAITING_BYTES = 4 << 20  # of the newest lines that are kept while the file cannot be written
 _TAIL_BYTES = 1 << 16
 _STEPS_OPEN = 16
 _SAME_S = 1e-5  # largest difference of two times that count as the same; times are written in microseconds
@@ -27,10 +29,17 @@ class StepLog:
     def __init__(self, path: Path, ranks: Collection[int], limit_bytes: int = LIMIT_BYTES) -> None:
         self._path, self._ranks, self._limit = path, len(ranks), limit_bytes
         self._open: dict[int, dict[str, dict[str, float]]] = {}
-        make_folder(path.parent)
+        self._file, self._size = -1, 0  # descriptor, and bytes of the file
+        self._lines: deque[bytes] = deque()  # not in the file yet
+        self._waiting = 0  # bytes of them
+        self.trouble = ""  # why they cannot be written; "": they can
         self._written_to = _last_times(path)
-        self._file = self._opened()
-        self._size = self._file.tell()
+        try:
+            self._open_file()
+        except UnsafePathError:
+            raise
+        except OSError as error:
+            self.trouble = error.strerror
 
     def claimed(self, rank: int, began_unix_s: float, now_unix_s: float) -> None:
         """Note when the rank's process began to write, and the time now, by the clock of its iterations.
@@ -72,31 +81,53 @@ class StepLog:
             self._write_until(max(self._open))
 
     def sync(self) -> None:
-        """Hand the written lines to the kernel."""
-        self._file.flush()
+        """Write the lines to the file. What does not go there, as on a full disk, is kept for the next time."""
+        try:
+            while self._lines:
+                self._write_line()
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = error.strerror
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        self.sync()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write_line(self) -> None:
+        line = self._lines[0]
+        if self._size + len(line) > self._limit:
+            self._rotate()
+        self._open_file()
+        written = os.write(self._file, line)
+        if written < len(line):
+            os.ftruncate(self._file, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(line)
+        self._lines.popleft()
+        self._waiting -= len(line)
 
     def _write_until(self, last: int) -> None:
         for step in sorted(number for number in self._open if number <= last):
             text = json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":"))
-            line = f"{text}\n".encode()
-            if self._size + len(line) > self._limit:
-                self._rotate()
-            self._file.write(line)
-            self._size += len(line)
+            self._lines.append(f"{text}\n".encode())
+            self._waiting += len(self._lines[-1])
+            while self._waiting > _MOST_WAITING_BYTES:
+                self._waiting -= len(self._lines.popleft())
 
-    def _opened(self) -> BufferedWriter:
-        descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        return cast("BufferedWriter", os.fdopen(descriptor, "ab", buffering=1 << 16))
+    def _open_file(self) -> None:
+        if self._file < 0:
+            make_folder(self._path.parent)
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._size = os.fstat(self._file).st_size
 
     def _rotate(self) -> None:
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
         os.replace(self._path, self._path.with_suffix(".1.jsonl"))
-        self._file = self._opened()
-        self._size = 0
 
 
 def _last_times(path: Path) -> dict[str, float]:

@@ -6,14 +6,28 @@ import os
 from collections.abc import Iterator, Mapping
 
 from keepstep.agent.sensors.processes import PROC, ProcessId, alive
+from keepstep.core.ranges import fold_ranks
 
+FULL = "no room in its ring for more process groups, lines of code or peers: verdicts do not name newer ones"
+"""What is told of a rank whose ring has full tables."""
 _LOOK_S = 1.0
 _SWITCHED_OFF_S = 3.0  # what the environment says is sure
 _UNTOLD_S = 60.0  # torch loads our part at the end of its import, which may take this long
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _TORCH = "/torch/lib/libtorch_python.so"
 _OURS = "/keepstep/ring/_native."
+_MOST_LINES, _MOST_TEXT = 8, 500
 _MOST_PROCESSES = 16  # of one worker: a shell or a wrapper may have started the training
+
+
+def noticed_of(node: str, reasons: Mapping[int, str]) -> list[str]:
+    """Lines for the operator about ranks of a node; ``reasons``: what is to be told of each rank."""
+    lines: list[str] = []
+    for why in dict.fromkeys(reasons.values()):
+        ranks = [rank for rank, other in reasons.items() if other == why]
+        line = f"rank{'s' if len(ranks) > 1 else ''} {fold_ranks(ranks)} on {node}: {why}"
+        lines.append(line[:_MOST_TEXT])
+    return lines[:_MOST_LINES]
 
 
 class UnwatchedSensor:
@@ -63,13 +77,12 @@ def _reason(pid: int, torch: str) -> tuple[str, float]:
         return "", 0.0
     given = next((one for one in environment if one.startswith(f"{_AUTOLOAD}=".encode())), b"")
     if given and given.partition(b"=")[2] != b"1":
-        text = f"{given.decode(errors='replace')} keeps torch from loading keepstep's part: unset it"
+        text = f"not watched: {given.decode(errors='replace')} keeps torch from loading keepstep's part: unset it"
         return text, _SWITCHED_OFF_S
-    where = f"{program}, torch in {torch.removesuffix(_TORCH)}"
-    return (
-        f"torch has not loaded keepstep's part: install keepstep for the Python of the script ({where})",
-        _UNTOLD_S,
+    where = (
+        f"install keepstep for the Python of the script ({program}, torch in {torch.removesuffix(_TORCH)})"
     )
+    return f"not watched: torch has not loaded keepstep's part: {where}", _UNTOLD_S
 
 
 def _with_children(pid: int) -> Iterator[int]:

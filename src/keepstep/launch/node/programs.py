@@ -39,6 +39,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != COOKIE and name not in OURS}
 
 
+def _opened(log: Path) -> int:
+    """Descriptor of a log, or of nothing where it cannot be written, as on a full disk. Raises UnsafePathError."""
+    try:
+        make_folder(log.parent)
+        return open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except UnsafePathError:
+        raise
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
 class Companion:
     """A program that is kept running: when it dies it is started again, while training goes on."""
 
@@ -81,10 +92,9 @@ class Companion:
         output = None
         try:
             if self._log:
-                make_folder(self._log.parent)
+                output = _opened(self._log)
                 if self._take():
                     return
-                output = open_file(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._child = self._processes.start(
                 self._name,
                 self._command(),

@@ -19,7 +19,6 @@ AgentMessage = (
     | Groups
     | Heartbeat
     | Found
-    | Noticed
     | Profile
     | States
     | Reachable

@@ -13,6 +13,7 @@ MOST_HELD_KEYS = 8  # most snapshots of one rank that one node holds
 MOST_HELD_RANKS = 4096  # most ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # bounds on how long a validation may hold the job
+MOST_NOTICES = 16  # most that one node's operator is told at once
 MOST_LABEL = 100  # most characters in a failure domain's name
 MOST_SEATS = 7  # most launchers in a council
 MOST_TABLE = 1 << 16  # most rows of a rank table, one per node

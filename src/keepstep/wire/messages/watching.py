@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from keepstep.core.finding import Finding
@@ -17,7 +19,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
-from keepstep.wire.messages.limits import Line, LoadBytes, Message
+from keepstep.wire.messages.limits import MOST_NOTICES, Line, LoadBytes, Message
 
 
 class Groups(Message, frozen=True):
@@ -53,13 +55,8 @@ class Heartbeat(Message, frozen=True, gc=False):
     clock: tuple[ClockSample, ...] = ()
     causes: tuple[HostCause, ...] = ()
     dropped: int = 0  # ring records dropped or lost so far
-
-
-class Noticed(Message, frozen=True):
-    """What the operator is to be told of a node, once: what is not watched or not written there, and why."""
-
-    node_rank: int
-    text: Line
+    # what is not watched or not written on this node at present, and why
+    notices: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MOST_NOTICES)] = ()
 
 
 class Found(Message, frozen=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from keepstep.agent.ranks.step_log import StepLog
@@ -108,3 +110,25 @@ def test_a_line_says_of_how_many_steps_it_has_the_means(tmp_path: Path) -> None:
     log.close()
     rows = [json.loads(line)["ranks"]["0"] for line in (tmp_path / "i.jsonl").read_text().splitlines()]
     assert [row.get("n", 1) for row in rows] == [8, 1]
+
+
+def test_steps_that_a_full_disk_does_not_take_are_written_later(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk."""
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from keepstep.agent.ranks.step_log import StepLog\n"
+        "from keepstep.core.summary import IterationSummary\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "log = StepLog(Path(sys.argv[1]), (0,))\n"
+        "for step in range(100):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (250 if step < 50 else 1_000_000, -1))\n"
+        "    log.add(IterationSummary(0, step, float(step), 0.5, 0.4, 0.1), 100.0 + step)\n"
+        "    log.sync()\n"
+        "    if step in (1, 49, 50): print(step, log.trouble)\n"
+        "log.close()\n"
+    )
+    path = tmp_path / "i.jsonl"
+    words = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert done.stdout == "1 \n49 No space left on device\n50 \n"
+    assert [line["step"] for line in lines(path)] == list(range(100))

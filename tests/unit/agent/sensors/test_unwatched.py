@@ -63,10 +63,10 @@ def test_who_is_not_watched(start: Start) -> None:
     assert why_unwatched(start()) == ("", 0.0)
     assert why_unwatched(start(OURS, TORCH, **OFF)) == ("", 0.0)  # keepstep was imported by hand
     reason, soon_s = why_unwatched(start(TORCH, **OFF))
-    assert reason.startswith("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading")
+    assert reason.startswith("not watched: TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading")
     reason, late_s = why_unwatched(start(TORCH))
     assert reason.startswith(
-        "torch has not loaded keepstep's part: install keepstep for the Python of the script"
+        "not watched: torch has not loaded keepstep's part: install keepstep for the Python of the script"
     )
     assert f"{os.path.realpath(sys.executable)}, torch in " in reason
     assert soon_s < late_s
