@@ -207,12 +207,17 @@ nb::object replaced(const std::string& text) {
 
 nb::list groups(const ring::Reader& reader) {
   nb::list all;
-  for (const ring::GroupState& group : reader.groups()) {
+  const std::vector<ring::GroupState> known = reader.groups();
+  std::int32_t last = -1;
+  for (const ring::GroupState& group : known) last = std::max(last, group.number);
+  for (std::int32_t number = 0; number <= last; ++number) all.append(nb::none());
+  for (const ring::GroupState& group : known) {
     nb::object members = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(group.members.size())));
     if (!members.is_valid()) throw nb::python_error();
     for (std::size_t i = 0; i < group.members.size(); ++i)
       PyTuple_SET_ITEM(members.ptr(), static_cast<Py_ssize_t>(i), PyLong_FromLong(group.members[i]));
-    all.append(nb::make_tuple(replaced(group.name), members, replaced(group.backend), replaced(group.desc)));
+    all[static_cast<std::size_t>(group.number)] =
+        nb::make_tuple(replaced(group.name), members, replaced(group.backend), replaced(group.desc));
   }
   return all;
 }
@@ -276,6 +281,7 @@ NB_MODULE(_native, m) {
             return self.group(utf8(name), members, utf8(backend), utf8(desc));
           },
           nb::arg("name"), nb::arg("members"), nb::arg("backend"), nb::arg("desc"))
+      .def("retire", &ring::Writer::retire, nb::arg("group"))
       .def("site", [](ring::Writer& self, nb::str text) { return self.site(utf8(text)); }, nb::arg("text"))
       .def("begins_at", &ring::Writer::begins_at, nb::arg("step"))
       .def("close", &ring::Writer::close)

@@ -263,6 +263,9 @@ void complete(ring::Writer* writer, Comm parent) noexcept try {
 
 void forget(Comm comm) noexcept {
   const std::lock_guard<std::mutex> guard(world().lock);
+  const auto gone = world().communicators.find(comm);
+  ring::Writer* writer = g_writer.load();
+  if (gone != world().communicators.end() && writer != nullptr) writer->retire(gone->second.group);
   std::vector<Birth>& births = world().births;
   births.erase(std::remove_if(births.begin(), births.end(), [&](const Birth& one) { return one.parent == comm; }), births.end());
   world().communicators.erase(comm);

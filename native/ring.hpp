@@ -3,6 +3,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -34,6 +36,7 @@ class Operation {
   Writer* writer_ = nullptr;
   Slot* slot_ = nullptr;  // null: the record was dropped
   Stream* stream_ = nullptr;
+  std::uint64_t key_ = 0;  // of the stream
   std::uint64_t index_ = 0;
   std::uint64_t start_ns_ = 0;
   std::uint32_t seq_ = 0;
@@ -77,7 +80,8 @@ class Writer {
     mmap(memory_, layout_.total(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   }
 
-  // Publishes the start of an operation. Never blocks, never fails: without a slot it counts a drop.
+  // Publishes the start of an operation. Never fails: without a slot it counts a drop. Never blocks, but the first operation
+  // of a stream waits while another thread of this writer enters something into a table.
   void start(Operation& operation, std::uint8_t kind, std::uint8_t op, std::int16_t group, std::int32_t peer,
              std::uint64_t bytes, std::uint16_t flags, std::uint32_t site) noexcept {
     if (!writable()) return;
@@ -116,7 +120,8 @@ class Writer {
     if (writable()) header().dropped.fetch_add(1, relaxed);
   }
 
-  // Id of a group with these properties, the same for the same properties; -1 (counted) when there is no room.
+  // Id of a group with these properties, the same for the same properties; -1 (counted) when there is no room. Where all
+  // places are taken, it gets that of the group that was retired first.
   std::int32_t group(const std::string& name, const std::vector<std::int32_t>& members, const std::string& backend,
                      const std::string& desc) noexcept {
     try {
@@ -126,9 +131,22 @@ class Writer {
       append_text(blob, backend);
       append_text(blob, desc);
       blob.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(std::int32_t));
-      return enter(groups_, reinterpret_cast<Word*>(memory_ + layout_.groups()), 0, kGroupSlots, blob, -1);
+      return enter_group(blob);
     } catch (...) {
       return -1;
+    }
+  }
+
+  // No operation will be started on this group any more; its place may be given to another one.
+  void retire(std::int32_t group) noexcept {
+    try {
+      const std::lock_guard<std::mutex> guard(tables_);
+      const auto found = entered_.find(group);
+      if (found == entered_.end() || found->second.retired) return;
+      found->second.retired = true;
+      groups_.erase(found->second.blob);
+      retired_.push_back(group);
+    } catch (...) {
     }
   }
 
@@ -234,8 +252,10 @@ class Writer {
                          std::uint64_t now) noexcept {
     if (kind == static_cast<std::uint8_t>(Kind::phase)) return phases_[op].fetch_add(1, relaxed) + 1;
     if (group < 0 || kind == static_cast<std::uint8_t>(Kind::communicator)) return 0;
-    Stream* stream = find_stream(stream_key(kind, op, group, peer));
+    const std::uint64_t key = stream_key(kind, op, group, peer);
+    Stream* stream = find_stream(key);
     operation.stream_ = stream;
+    operation.key_ = key;
     if (stream == nullptr) return 0;
     const std::uint64_t seq = stream->started.fetch_add(1, relaxed) + 1;
     stream->last_start_ns.store(now, relaxed);
@@ -244,16 +264,53 @@ class Writer {
   }
 
   Stream* find_stream(std::uint64_t key) noexcept {
+    Stream* known = known_stream(key);
+    return known != nullptr ? known : begin_stream(key);
+  }
+
+  // Not inlined, as it comes once for each stream.
+  __attribute__((noinline)) Stream* begin_stream(std::uint64_t key) noexcept {
+    // Two threads that begin a stream must not take two places for it.
+    const std::lock_guard<std::mutex> guard(tables_);
+    if (Stream* known = known_stream(key)) return known;
+    if (Stream* made = make_stream(key)) return made;
+    for (const std::int32_t group : retired_) free_streams(group);
+    if (Stream* made = make_stream(key)) return made;
+    header().overflowed.fetch_add(1, relaxed);
+    return nullptr;
+  }
+
+  Stream* known_stream(std::uint64_t key) noexcept {
+    std::uint64_t place = (key * 0x9e3779b97f4a7c15ULL) >> 32;
+    for (std::size_t probe = 0; probe < kStreamProbes; ++probe, ++place) {
+      Stream& stream = streams()[place & (kStreamSlots - 1)];
+      const std::uint64_t found = stream.key.load(acquire);
+      if (found == key) return &stream;
+      if (found == 0) return nullptr;
+    }
+    return nullptr;
+  }
+
+  Stream* make_stream(std::uint64_t key) noexcept {
     std::uint64_t place = (key * 0x9e3779b97f4a7c15ULL) >> 32;
     for (std::size_t probe = 0; probe < kStreamProbes; ++probe, ++place) {
       Stream& stream = streams()[place & (kStreamSlots - 1)];
       std::uint64_t found = stream.key.load(relaxed);
-      if (found == key) return &stream;
-      if (found == 0 && (stream.key.compare_exchange_strong(found, key, std::memory_order_acq_rel, relaxed) || found == key))
+      if ((found == 0 || found == kFreed) && stream.key.compare_exchange_strong(found, key, std::memory_order_acq_rel, relaxed))
         return &stream;
     }
-    header().overflowed.fetch_add(1, relaxed);
     return nullptr;
+  }
+
+  void free_streams(std::int32_t group) noexcept {
+    for (std::size_t i = 0; i < kStreamSlots; ++i) {
+      Stream& stream = streams()[i];
+      const std::uint64_t key = stream.key.load(relaxed);
+      if (key >> 63 == 0 || static_cast<std::int16_t>(key >> 32) != static_cast<std::int16_t>(group)) continue;
+      for (Word* word : {&stream.started, &stream.completed, &stream.last_start_ns, &stream.last_end_ns, &stream.last_op})
+        word->store(0, release);
+      stream.key.store(kFreed, release);
+    }
   }
 
   // Members as runs (first, stride, count): the world group of 100,000 ranks takes 12 bytes.
@@ -288,7 +345,7 @@ class Writer {
     const std::lock_guard<std::mutex> guard(tables_);
     const auto known = ids.find(blob);
     if (known != ids.end()) return known->second;
-    const std::size_t words = (sizeof(std::uint32_t) + blob.size() + 7) / 8;
+    const std::size_t words = words_of(blob);
     std::uint64_t place = 0;
     for (std::size_t id = first + ids.size(); id < slots; ++id) {
       std::uint64_t there = table[id].load(acquire);
@@ -309,12 +366,87 @@ class Writer {
     return none;
   }
 
+  std::int32_t enter_group(const std::string& blob) {
+    if (!writable()) return -1;
+    const std::lock_guard<std::mutex> guard(tables_);
+    const auto known = groups_.find(blob);
+    if (known != groups_.end()) return known->second;
+    Word* table = reinterpret_cast<Word*>(memory_ + layout_.groups());
+    const std::size_t words = words_of(blob);
+    std::uint64_t entry = 0;
+    for (; next_place_ < kGroupSlots; ++next_place_) {
+      const auto number = static_cast<std::int32_t>(next_place_);
+      std::uint64_t there = table[next_place_].load(acquire);
+      if (there == 0) {
+        if (entry == 0) entry = put(blob, words);
+        if (entry == 0) break;
+        if (table[next_place_].compare_exchange_strong(there, entry, std::memory_order_acq_rel, acquire)) {
+          note(number, blob, entry, words);
+          ++next_place_;
+          return number;
+        }
+      }
+      std::string theirs = blob_at(there);
+      const bool same = theirs == blob;
+      groups_.emplace(std::move(theirs), group_number(there, next_place_));
+      if (same) return group_number(there, next_place_++);
+    }
+    return enter_again(blob, words);
+  }
+
+  // Gives the place of a retired group to another one: of the one that was retired first, or first had room in the arena.
+  std::int32_t enter_again(const std::string& blob, std::size_t words) {
+    const auto usable = [](std::int32_t group) { return group + static_cast<std::int32_t>(kGroupSlots) < kMostGroups; };
+    auto chosen = std::find_if(retired_.begin(), retired_.end(),
+                               [&](std::int32_t group) { return usable(group) && entered_.at(group).words >= words; });
+    if (chosen == retired_.end()) chosen = std::find_if(retired_.begin(), retired_.end(), usable);
+    if (chosen != retired_.end()) {
+      const std::int32_t old = *chosen, number = old + static_cast<std::int32_t>(kGroupSlots);
+      Entry& before = entered_.at(old);
+      const std::uint64_t lap = static_cast<std::uint64_t>(number) / kGroupSlots << 52;
+      Word& word = reinterpret_cast<Word*>(memory_ + layout_.groups())[static_cast<std::size_t>(old) % kGroupSlots];
+      std::uint64_t at = before.at;
+      std::size_t room = before.words;
+      if (room < words) {
+        const std::uint64_t entry = put(blob, words);
+        if (entry == 0) return overflow();
+        at = (entry & ~kEntered) >> 32;
+        room = words;
+      }
+      word.store(0, release);  // while the arena is written, nobody reads there
+      free_streams(old);
+      const std::uint64_t entry = write(blob, words, at) | lap;
+      entered_.erase(old);
+      retired_.erase(chosen);
+      note(number, blob, entry, room);
+      word.store(entry, release);
+      return number;
+    }
+    return overflow();
+  }
+
+  std::int32_t overflow() {
+    header().overflowed.fetch_add(1, relaxed);
+    return -1;
+  }
+
+  void note(std::int32_t number, const std::string& blob, std::uint64_t entry, std::size_t words) {
+    entered_.emplace(number, Entry{blob, (entry & ~kEntered & ~kLaps) >> 32, words, false});
+    groups_.emplace(blob, number);
+  }
+
+  static std::size_t words_of(const std::string& blob) { return (sizeof(std::uint32_t) + blob.size() + 7) / 8; }
+
   // What goes to the table for a blob that is now in the arena; 0 when there is no room.
   std::uint64_t put(const std::string& blob, std::size_t words) {
     std::uint64_t at = header().arena_used.load(relaxed);
     do {
       if (at + words * 8 > kArenaBytes) return 0;
     } while (!header().arena_used.compare_exchange_weak(at, at + words * 8, relaxed));
+    return write(blob, words, at);
+  }
+
+  std::uint64_t write(const std::string& blob, std::size_t words, std::uint64_t at) {
     std::string content(words * 8, '\0');
     const std::uint32_t check = fnv1a(blob.data(), blob.size());
     std::memcpy(content.data(), &check, sizeof check);
@@ -325,14 +457,14 @@ class Writer {
       std::memcpy(&word, content.data() + i * 8, 8);
       arena[i].store(word, relaxed);
     }
-    return halves(static_cast<std::uint32_t>(blob.size()), static_cast<std::uint32_t>(at)) | 1ULL << 63;
+    return halves(static_cast<std::uint32_t>(blob.size()), static_cast<std::uint32_t>(at)) | kEntered;
   }
 
   // The blob that another writer of this process entered.
   std::string blob_at(std::uint64_t place) const {
     const std::size_t size = static_cast<std::uint32_t>(place), words = (sizeof(std::uint32_t) + size + 7) / 8;
     std::string content(words * 8, '\0');
-    const Word* arena = arena_at(place << 1 >> 33);
+    const Word* arena = arena_at((place & ~kEntered & ~kLaps) >> 32);
     for (std::size_t i = 0; i < words; ++i) {
       const std::uint64_t word = arena[i].load(relaxed);
       std::memcpy(content.data() + i * 8, &word, 8);
@@ -349,6 +481,15 @@ class Writer {
   std::atomic<std::uint32_t> phases_[256] = {};
   std::mutex tables_;
   Ids groups_, sites_;
+  struct Entry {
+    std::string blob;
+    std::uint64_t at;   // its place in the arena
+    std::size_t words;  // and the room there
+    bool retired;
+  };
+  std::unordered_map<std::int32_t, Entry> entered_;  // groups that this writer has entered, by number
+  std::deque<std::int32_t> retired_;                 // of them, in the order in which they were retired
+  std::size_t next_place_ = 0;                       // places before it are taken
 };
 
 inline void Operation::waiting_at(std::uint64_t ns) noexcept {
@@ -370,7 +511,7 @@ inline void Operation::finish_at(bool failed, std::uint64_t now) noexcept {
     else
       writer_->header().late.fetch_add(1, relaxed);
   }
-  if (stream_ != nullptr) {
+  if (stream_ != nullptr && stream_->key.load(relaxed) == key_) {  // else its group was retired, and the place freed
     stream_->last_end_ns.store(now, relaxed);
     stream_->completed.fetch_add(1, release);
   }

@@ -45,6 +45,7 @@ constexpr std::size_t kHeaderBytes = 4096;
 constexpr std::size_t kStreamSlots = 4096;
 constexpr std::size_t kStreamProbes = 128;
 constexpr std::size_t kGroupSlots = 1024;
+constexpr std::int32_t kMostGroups = 1 << 15;  // in a writer's life; the number of a group is never used again
 constexpr std::size_t kSiteSlots = 4096;
 constexpr std::size_t kArenaBytes = 1U << 20;
 constexpr std::size_t kRecordsPerBlock = 64;  // ends change their block's word, so that a reader looks only where some came
@@ -133,6 +134,15 @@ constexpr std::uint64_t halves(std::uint32_t low, std::uint32_t high) { return l
 inline std::uint64_t offset_word(std::uint64_t now, std::uint64_t start) {
   const std::uint64_t offset = now > start ? now - start : 0;
   return offset >= kDurationMask ? kDurationMask : offset + 1;
+}
+
+// Where a table's entry lies: its place in the arena in bits 32 to 51, its length in the low half. Of a group also the lap:
+// group `lap * kGroupSlots + place` is the one that has this place now.
+constexpr std::uint64_t kEntered = 1ULL << 63;
+constexpr std::uint64_t kLaps = std::uint64_t{kMostGroups / kGroupSlots - 1} << 52;
+constexpr std::uint64_t kFreed = 1;  // key of a stream that was freed: those behind it are looked for beyond it
+inline std::int32_t group_number(std::uint64_t entry, std::size_t place) {
+  return static_cast<std::int32_t>((entry & kLaps) >> 52) * static_cast<std::int32_t>(kGroupSlots) + static_cast<std::int32_t>(place);
 }
 
 // 16 bits over what never changes once a record is published; a damaged file shows here.

@@ -47,6 +47,7 @@ struct HeaderState {
 };
 
 struct GroupState {
+  std::int32_t number = 0;
   std::string name, backend, desc;
   std::vector<std::int32_t> members;
 };
@@ -149,7 +150,7 @@ class Reader {
       state.kind = static_cast<std::uint8_t>(op_kind >> 32);
       state.group = static_cast<std::int16_t>(key >> 32);
       state.peer = static_cast<std::int32_t>(key);
-      if (state.started != 0) states.push_back(state);
+      if (state.started != 0 && stream.key.load(acquire) == key) states.push_back(state);
     }
     std::sort(states.begin(), states.end(), [](const StreamState& a, const StreamState& b) {
       return std::make_tuple(a.group, a.kind, a.peer, a.op) < std::make_tuple(b.group, b.kind, b.peer, b.op);
@@ -157,20 +158,27 @@ class Reader {
     return states;
   }
 
-  // By id. A damaged entry keeps its place with no members and the name "damaged group ID".
+  // By place; each says its id. A damaged entry has no members and the name "damaged group ID".
   std::vector<GroupState> groups() const {
     constexpr std::size_t kMaxMembers = 4U << 20;  // of all groups together: what a damaged file may make us hold
     std::vector<GroupState> groups;
     std::size_t members = 0;
     for (std::size_t id = 0; id < kGroupSlots; ++id) {
-      const std::uint64_t place = table(layout_.groups(), id);
-      if (place == 0) break;
-      GroupState group;
+      std::uint64_t entry = table(layout_.groups(), id);
       std::string blob;
-      if (!read_blob(place, blob) || !parse_group(blob, kMaxMembers - members, group)) {
-        group = GroupState{};
-        group.name = "damaged group " + std::to_string(id);
+      bool read = read_blob(entry & ~kLaps, blob);
+      const std::uint64_t now = table(layout_.groups(), id);
+      if (now != entry) {  // its place was given to another group meanwhile
+        entry = now;
+        read = read_blob(entry & ~kLaps, blob);
       }
+      if (entry == 0) continue;
+      GroupState group;
+      if (!read || !parse_group(blob, kMaxMembers - members, group)) {
+        group = GroupState{};
+        group.name = "damaged group " + std::to_string(group_number(entry, id));
+      }
+      group.number = group_number(entry, id);
       members += group.members.size();
       groups.push_back(std::move(group));
     }

@@ -15,7 +15,7 @@ from tests.effort import many
 from tests.twins.ring.python_format import record_check
 
 from keepstep.core.errors import RingError
-from keepstep.ring import RECORD, RingReader, RingWriter, create
+from keepstep.ring import RECORD, RETIRED, RingReader, RingWriter, create
 
 QUIET = settings(
     max_examples=many(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -63,7 +63,9 @@ def use_everything(path: Path) -> np.ndarray | None:
     assert sum(len(b.finished) for b in batches) <= 64
     assert all(b.lost >= 0 for b in batches)
     assert len(reader.streams()) <= 4096
-    assert len(reader.groups()) <= 1024
+    groups = reader.groups()
+    assert len(groups) <= 32_768
+    assert sum(group is not RETIRED for group in groups) <= 1024
     assert len(reader.sites()) <= 4096
     assert reader.header.records == 64
     assert len(reader.in_flight()) <= 64

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.agent.ranks.event_buffer import Rows
@@ -26,7 +26,7 @@ from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.events import TIMEOUT_NOTE
 from keepstep.core.own_folders import make_folder, unwritten
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, LinkState, RankState
+from keepstep.core.summary import ClockSample, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
@@ -77,7 +77,6 @@ class _Ring:
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
-    told: set[tuple[str, tuple[int, ...]]] = field(default_factory=set[tuple[str, tuple[int, ...]]])
 
 
 class NodeAgent:
@@ -118,6 +117,9 @@ class NodeAgent:
         self._notices: tuple[str, ...] = ()  # what the operator is told
         self._save_again_ns = 0  # when rings are saved that could not be; 0: none
         self._sequence = 0
+        self._told: dict[
+            tuple[str, tuple[int, ...]], int
+        ] = {}  # groups that were sent, and of which rank they came
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._pages = RankPages(orders or {})
         self._holding = Holding(self._pages, node_rank, self._steps_at_end_of)
@@ -183,6 +185,7 @@ class NodeAgent:
         """What the operator should know of this node now: what is not watched, or not written, and why."""
         unclaimed = {r.rank: r.process for r in self._rings if r.process and r.header is None and not r.ended}
         self._unwatched.look(now_ns * 1e-9, unclaimed)
+        self._log.sync()
         full = {ring.rank: FULL for ring in self._rings if ring.header is not None and ring.header.overflowed}
         lines = noticed_of(self._node, full | self._unwatched.reasons)
         if self._log.trouble:
@@ -217,12 +220,11 @@ class NodeAgent:
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The next heartbeat. This also takes samples of processes and sockets, and flushes the log."""
+        notices = self._noticed(now_ns)
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns)
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
-        self._log.sync()
-        notices = self._noticed(now_ns)
         if 0 < self._save_again_ns <= now_ns:
             self.save_rings()
         if (splits := self.microbatches.look()) is not None:
@@ -235,8 +237,9 @@ class NodeAgent:
     def again(self) -> list[Message]:
         """The messages that a new controller must hear after Hello: groups, and findings that still hold."""
         self.microbatches.again()
+        self._told.clear()
         for ring in self._rings:
-            ring.told.clear()
+            ring.groups = 0
         groups = [message for ring in self._rings for message in self._new_groups(ring)]
         return groups + [Found(one) for ring in self._rings for one in ring.track.standing.values()]
 
@@ -386,7 +389,7 @@ class NodeAgent:
         ring.track.watch.hang.pauses.update(pauses)
         ring.track.cutter.together = self._together
         ring.process = identify(header.pid)
-        ring.told.clear()
+        self._told = {key: rank for key, rank in self._told.items() if rank != ring.rank}
         ring.groups = 0
         ring.ended, ring.complaint = False, ""
         logger.info("rank %d: process %d, incarnation %d", ring.rank, header.pid, header.incarnation)
@@ -407,15 +410,13 @@ class NodeAgent:
 
     def _new_groups(self, ring: _Ring) -> list[Message]:
         """A message with groups of the rank that no other rank of this node has reported, if there are any."""
-        told = {key for other in self._rings for key in other.told}
-        fresh: list[GroupInfo] = []
-        for group in process_groups(ring.track.groups):
-            key = group.name, group.members
-            if key not in told:
-                fresh.append(group)
-            ring.told.add(key)
+        fresh = tuple(
+            group
+            for group in process_groups(ring.track.groups[ring.groups :])
+            if self._told.setdefault((group.name, group.members), ring.rank) == ring.rank
+        )
         ring.groups = len(ring.track.groups)
-        return [Groups(ring.rank, tuple(fresh))] if fresh else []
+        return [Groups(ring.rank, fresh)] if fresh else []
 
     def _process_state(self, ring: _Ring) -> str:
         return state_of(ring.process) if ring.process is not None else ""

@@ -58,9 +58,15 @@ class Groups:
             if (timeout_s := timeout_of(group)) > 0:
                 writer.site(f"{TIMEOUT_NOTE}{timeout_s:g}")
         known = self.known
-        reference = weakref.ref(group, lambda _: known.pop(key, None))
+        reference = weakref.ref(group, lambda _: self._gone(key))
         known[key] = made = CapturedGroup(ident, members, backends, reference)
         return made
+
+    def _gone(self, key: int) -> None:
+        """Let another group have the place of one that is no more: a job may make more than the ring has places."""
+        gone, writer = self.known.pop(key, None), self._recorder.writer
+        if gone is not None and writer is not None:
+            writer.retire(gone.ident)
 
     def forget(self) -> None:
         """Forget all groups: they have been destroyed, and the next ones go into another ring."""

@@ -10,9 +10,19 @@ from typing import TYPE_CHECKING, Any
 from keepstep.ring.native import Operation, RingWriter, create
 
 if TYPE_CHECKING:
-    from keepstep.ring.reader import RECORD, STREAM, Batch, RingHeader, RingReader
+    from keepstep.ring.reader import RECORD, RETIRED, STREAM, Batch, RingHeader, RingReader
 
-__all__ = ["RECORD", "STREAM", "Batch", "Operation", "RingHeader", "RingReader", "RingWriter", "create"]
+__all__ = [
+    "RECORD",
+    "RETIRED",
+    "STREAM",
+    "Batch",
+    "Operation",
+    "RingHeader",
+    "RingReader",
+    "RingWriter",
+    "create",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,9 @@ STREAM = np.dtype([
 ], align=True)  # fmt: skip
 """One (group, peer, direction): operations started (= last ``seq``) and completed; ``op`` of the last one started."""
 
+RETIRED = GroupInfo("?", (), "", "")
+"""Stands for a process group that is gone, and whose place in the ring's table another one has."""
+
 Rows = npt.NDArray[np.void]
 
 _NO_RECORDS: Rows = np.empty(0, RECORD)
@@ -102,8 +105,8 @@ class RingReader:
         return np.frombuffer(self._native.streams(), STREAM)
 
     def groups(self) -> list[GroupInfo]:
-        """The process groups; the index is the ``group`` of a record."""
-        return [GroupInfo(*group) for group in self._native.groups()]
+        """The process groups; the index is the ``group`` of a record. Of some retired ones only `RETIRED` is left."""
+        return [RETIRED if group is None else GroupInfo(*group) for group in self._native.groups()]
 
     def sites(self) -> list[str]:
         """The call sites; the index is the ``site`` of a record, 0 is the unknown one."""

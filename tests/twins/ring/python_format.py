@@ -15,6 +15,12 @@ MAGIC, VERSION = 0x474E52505453504B, 1
 LEAST, MOST = 64, 1 << 22  # records
 HEADER_BYTES = 4096
 STREAMS, PROBES, GROUPS, SITES = 4096, 128, 1024, 4096
+MOST_GROUPS = 1 << 15  # in a writer's life
+ENTERED = 1 << 63
+LAPS = (
+    MOST_GROUPS // GROUPS - 1
+) << 52  # bits of a group's entry that say how often its place was used before
+FREED = 1  # key of a stream that was freed
 ARENA_BYTES = 1 << 20
 BLOCK = 64  # records
 MOST_TEXT = 1024

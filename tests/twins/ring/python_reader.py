@@ -25,6 +25,7 @@ from tests.twins.ring.python_format import (
     GROUPS,
     HALF,
     INCARNATION,
+    LAPS,
     LATE,
     MASK,
     MIX,
@@ -227,18 +228,19 @@ class Reader:
             rows[name] = values.astype(STREAM[name])
         return bytearray(np.sort(rows, order=["group", "kind", "peer", "op"]).tobytes())
 
-    def groups(self) -> list[tuple[str, tuple[int, ...], str, str]]:
+    def groups(self) -> list[tuple[str, tuple[int, ...], str, str] | None]:
         """See ``_native``."""
-        found: list[tuple[str, tuple[int, ...], str, str]] = []
+        found: dict[int, tuple[str, tuple[int, ...], str, str]] = {}
         room = MOST_MEMBERS
-        for number in range(GROUPS):
-            place = self._word(self._layout.groups + number)
-            if place == 0:
-                break
-            group = _group_of(self._blob(place), room)
-            found.append(group or (f"damaged group {number}", (), "", ""))
-            room -= len(found[-1][1])
-        return found
+        for place in range(GROUPS):
+            entry = self._word(self._layout.groups + place)
+            if entry == 0:
+                continue
+            number = ((entry & LAPS) >> 52) * GROUPS + place
+            group = _group_of(self._blob(entry & ~LAPS), room)
+            found[number] = group or (f"damaged group {number}", (), "", "")
+            room -= len(found[number][1])
+        return [found.get(number) for number in range(max(found, default=-1) + 1)]
 
     def sites(self) -> list[str]:
         """See ``_native``."""

@@ -23,16 +23,20 @@ from tests.twins.ring.python_format import (
     CLOSED,
     COMMUNICATOR,
     DROPPED,
+    ENTERED,
     EPOCH,
     FAILED,
     FIRST_STEP,
+    FREED,
     GOLDEN,
     GROUPS,
     HALF,
     INCARNATION,
+    LAPS,
     LATE,
     MASK,
     MONOTONIC,
+    MOST_GROUPS,
     MOST_TEXT,
     NEXT,
     OFFSET,
@@ -78,12 +82,12 @@ os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)  # type: igno
 class Operation:
     """See ``_native``."""
 
-    __slots__ = ("_writer", "index", "is_over", "seq", "start_ns", "stream")
+    __slots__ = ("_writer", "index", "is_over", "key", "seq", "start_ns", "stream")
 
     def __init__(self, writer: RingWriter) -> None:
         self._writer, self.index, self.stream, self.start_ns = writer, -1, -1, 0
         self.is_over = False
-        self.seq = 0
+        self.seq = self.key = 0
 
     @property
     def ended(self) -> bool:
@@ -128,6 +132,11 @@ class RingWriter:
                 self._pid = os.getpid()
                 self._ids: dict[int, dict[bytes, int]] = {}
                 self._phases = [0] * 256
+                self._groups: dict[bytes, int] = {}
+                # Groups that this writer has entered, by number: content, its place in the arena, the room there.
+                self._entered: dict[int, tuple[bytes, int, int]] = {}
+                self._retired: list[int] = []
+                self._next_place = 0
                 with _one_at_a_time:
                     if not (join and self._joined()):
                         self._claim(rank, world_size, incarnation)
@@ -210,7 +219,71 @@ class RingWriter:
         blob = b"".join(map(_text, (name, backend, desc))) + struct.pack(
             f"<{len(runs := _runs(members))}i", *runs
         )
-        return self._enter(self._layout.groups, 0, GROUPS, blob, -1)
+        with _one_at_a_time:
+            return self._enter_group(blob) if self.writable else -1
+
+    def retire(self, group: int) -> None:
+        """See ``_native``."""
+        with _one_at_a_time:
+            if group in self._entered and group not in self._retired:
+                self._groups.pop(self._entered[group][0], None)
+                self._retired.append(group)
+
+    def _enter_group(self, blob: bytes) -> int:
+        words, table = self._words, self._layout.groups
+        if blob in self._groups:
+            return self._groups[blob]
+        while self._next_place < GROUPS:
+            number = self._next_place
+            entry = words[table + number]
+            if entry == 0:
+                entry = self._put(blob)
+                if entry == 0:
+                    break
+                words[table + number] = entry
+                self._note(number, blob, entry, _room(blob))
+                self._next_place += 1
+                return number
+            number += ((entry & LAPS) >> 52) * GROUPS
+            self._groups[self._blob_at(entry)] = number
+            self._next_place += 1
+            if blob in self._groups:
+                return number
+        return self._enter_again(blob)
+
+    def _enter_again(self, blob: bytes) -> int:
+        usable = [number for number in self._retired if number + GROUPS < MOST_GROUPS]
+        roomy = [number for number in usable if self._entered[number][2] >= _room(blob)]
+        if usable:
+            old = (roomy or usable)[0]
+            _, at, room = self._entered[old]
+            if not roomy:
+                entry, room = self._put(blob), _room(blob)
+                at = (entry & ~ENTERED) >> 32
+            if roomy or entry:
+                place = self._layout.groups + old % GROUPS
+                self._words[place] = 0
+                self._free_streams(old)
+                entry = self._write(blob, at)
+                del self._entered[old]
+                self._retired.remove(old)
+                self._note(old + GROUPS, blob, entry, room)
+                self._words[place] = entry | (old // GROUPS + 1) << 52
+                return old + GROUPS
+        self._words[OVERFLOWED] += 1
+        return -1
+
+    def _note(self, number: int, blob: bytes, entry: int, room: int) -> None:
+        self._entered[number] = (blob, (entry & ~ENTERED) >> 32, room)
+        self._groups[blob] = number
+
+    def _free_streams(self, group: int) -> None:
+        for stream in range(self._layout.streams, self._layout.groups, 8):
+            key = self._words[stream]
+            if key >> 63 and key >> 32 & 0xFFFF == group:
+                for word in range(1, 6):
+                    self._words[stream + word] = 0
+                self._words[stream] = FREED
 
     def site(self, text: str) -> int:
         """See ``_native``."""
@@ -281,6 +354,7 @@ class RingWriter:
         stream = operation.stream = self._find_stream(kind, op, group, peer)
         if stream < 0:
             return 0
+        operation.key = self._words[stream]
         self._words[stream + 1] += 1
         self._words[stream + 3] = now
         self._words[stream + 5] = op | kind << 32
@@ -291,12 +365,19 @@ class RingWriter:
         direction = {SEND: 1, RECEIVE: 2}.get(op, 3) if p2p else 0
         key = 1 << 63 | direction << 48 | group << 32 | (peer & HALF if p2p else HALF)
         place = (key * GOLDEN & MASK) >> 32
-        for probe in range(PROBES):
-            stream = self._layout.streams + (place + probe) % STREAMS * 8
-            if self._words[stream] == 0:
-                self._words[stream] = key
+        chain = [self._layout.streams + (place + probe) % STREAMS * 8 for probe in range(PROBES)]
+        for stream in chain:
             if self._words[stream] == key:
                 return stream
+            if self._words[stream] == 0:
+                break
+        for _ in range(2):
+            for stream in chain:
+                if self._words[stream] in (0, FREED):
+                    self._words[stream] = key
+                    return stream
+            for number in self._retired:
+                self._free_streams(number)
         self._words[OVERFLOWED] += 1
         return -1
 
@@ -317,7 +398,7 @@ class RingWriter:
                     words[block] = words[block] + 1 & MASK
                 else:
                     words[LATE] += 1
-            if operation.stream >= 0:
+            if operation.stream >= 0 and words[operation.stream] == operation.key:
                 words[operation.stream + 4] = now
                 words[operation.stream + 2] += 1
 
@@ -350,19 +431,30 @@ class RingWriter:
                     self._words[table + number] = place
                     ids[blob] = number
                 else:  # another writer of this process has entered one
-                    at, size = self._layout.arena * 8 + (place << 1 & MASK) // (1 << 33) + 4, place & HALF
-                    ids[self._memory[at : at + size]] = number
+                    ids[self._blob_at(place)] = number
             return ids[blob]
 
+    def _blob_at(self, entry: int) -> bytes:
+        at, size = self._layout.arena * 8 + ((entry & ~ENTERED & ~LAPS) >> 32) + 4, entry & HALF
+        return self._memory[at : at + size]
+
     def _put(self, blob: bytes) -> int:
-        at, nbytes = self._words[ARENA_USED], (4 + len(blob) + 7) // 8 * 8
+        at, nbytes = self._words[ARENA_USED], _room(blob)
         if at + nbytes > ARENA_BYTES:
             return 0
         self._words[ARENA_USED] = at + nbytes
+        return self._write(blob, at)
+
+    def _write(self, blob: bytes, at: int) -> int:
+        nbytes = _room(blob)
         begin = self._layout.arena * 8 + at
         content = struct.pack("<I", fnv1a(blob)) + blob
         self._memory[begin : begin + nbytes] = content.ljust(nbytes, b"\0")
-        return len(blob) | at << 32 | 1 << 63
+        return len(blob) | at << 32 | ENTERED
+
+
+def _room(blob: bytes) -> int:
+    return (4 + len(blob) + 7) // 8 * 8
 
 
 def _after(now: int, start: int) -> int:

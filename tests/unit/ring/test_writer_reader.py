@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keepstep.core.events import Flag, Kind, Op, Phase
-from keepstep.ring import RECORD, Operation, RingReader, RingWriter, create
+from keepstep.ring import RECORD, RETIRED, Operation, RingReader, RingWriter, create
 
 pytestmark = pytest.mark.usefixtures("ring_part")
 
@@ -201,6 +201,58 @@ def test_full_tables_are_counted_and_nothing_raises(ring_fd: int, writer: RingWr
     assert len(reader.groups()) == 1024
     assert len(reader.sites()) == 4096
     assert reader.header.dropped == 0
+
+
+def test_places_of_groups_that_are_gone_are_used_again(ring_fd: int, writer: RingWriter) -> None:
+    """Under a number of their own: records of the old one are never taken for those of the new one."""
+    assert writer.group("world", (0, 1), "gloo", "") == 0
+    reader = RingReader(ring_fd)
+    for made in range(3000):
+        group = writer.group(f"g{made}", (0, 1), "gloo", "")
+        assert group == made // 1023 * 1024 + 1 + made % 1023
+        operation = begin(writer, group)
+        assert operation.seq == 1, "each counts its operations anew"
+        if made % 2:
+            operation()
+        writer.retire(group)
+        writer.retire(group)
+        operation()
+    assert begin(writer, 0).seq == 1
+    known = {number: one.name for number, one in enumerate(reader.groups()) if one is not RETIRED}
+    last = {made // 1023 * 1024 + 1 + made % 1023: f"g{made}" for made in range(3000 - 1023, 3000)}
+    assert known == {0: "world"} | last
+    streams = reader.streams()
+    assert set(streams["group"].tolist()) == {0, *last}
+    assert {int(count) for name in ("started", "completed") for count in streams[name]} == {0, 1}
+    assert reader.header.overflowed == 0
+    late = begin(writer, group)
+    for made in range(1023):
+        writer.retire(writer.group(f"h{made}", (0, 1), "gloo", ""))
+    late()
+    assert int(reader.streams()["completed"].max(initial=0)) == 0, "the place of its stream was freed"
+
+
+def test_groups_of_any_size_take_the_places_of_others_until_numbers_end(
+    ring_fd: int, ring_part: str, writer: RingWriter
+) -> None:
+    if ring_part == "twin":
+        pytest.skip("32,768 groups take the twin half a minute")
+    squares = [n * n for n in range(200)]
+    for made in range(32_768):
+        group = writer.group(f"g{made}", squares[: made * 7919 % 200], "gloo", "")
+        assert group >= 0
+        writer.retire(group)
+    assert writer.group("beyond", (), "gloo", "") == -1
+    assert RingReader(ring_fd).header.overflowed == 1
+
+
+def test_streams_of_groups_that_are_gone_give_way(ring_fd: int, writer: RingWriter) -> None:
+    for made in range(100):
+        group = writer.group(f"g{made}", range(100), "gloo", "")
+        for peer in range(100):
+            assert writer.start(Kind.P2P, Op.SEND, group, peer, 0, 0, 0).seq == 1
+        writer.retire(group)
+    assert RingReader(ring_fd).header.overflowed == 0
 
 
 def test_a_group_too_large_for_the_table_is_refused_not_cut(ring_fd: int, writer: RingWriter) -> None:

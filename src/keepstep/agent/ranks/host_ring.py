@@ -13,7 +13,7 @@ from typing import Any
 from keepstep.agent.ranks.last_calls import LastCalls, last_calls
 from keepstep.core.events import SET_UP, Flag
 from keepstep.core.summary import GroupInfo
-from keepstep.ring import Batch, RingReader
+from keepstep.ring import RETIRED, Batch, RingReader
 
 # Backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl".
 BACKEND = "nccl"
@@ -48,8 +48,12 @@ class HostRing(RingReader):
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
-    """The process groups of torch among the groups of a ring: no communicators of the NCCL shim, and not ``SET_UP``."""
-    return [group for group in groups if group.backend != BACKEND and group.name != SET_UP]
+    """The process groups of torch that are there, among those of a ring: neither the NCCL shim's nor ``SET_UP``."""
+    return [
+        group
+        for group in groups
+        if group.backend != BACKEND and group.name != SET_UP and group is not RETIRED
+    ]
 
 
 def _judged(rows: Any) -> Any:

@@ -17,6 +17,7 @@ from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import Kind, element_of, reduction_of
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
 from keepstep.core.within import within
+from keepstep.ring import RETIRED
 
 _MOST_IN_FLIGHT = 256
 _SITE_CHARACTERS = 200
@@ -176,4 +177,5 @@ def _site(sites: Sequence[str], site: int) -> str:
 
 
 def _name(groups: Sequence[GroupInfo], group: int) -> str:
-    return groups[group].name if 0 <= group < len(groups) else f"?{group}"
+    known = groups[group] if 0 <= group < len(groups) else RETIRED
+    return f"?{group}" if known is RETIRED else known.name
