@@ -19,6 +19,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.job_state import JobStates
+from keepstep.control.membership.node_names import NodeNames
 from keepstep.control.membership.pauses import Growth, OperatorOrders, Pauses, RankMoves
 from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.placing import Placing
@@ -54,6 +55,7 @@ from keepstep.wire.messages import (
     Profile,
     Reachable,
     Recovered,
+    Renamed,
     Sealed,
     Splits,
     States,
@@ -87,7 +89,7 @@ class Controller:
         """
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
-        self.admission = Admission(clock_s)
+        self.admission, self.names = Admission(clock_s), NodeNames()
         self.councils = Councils(settings.seat, settings.term)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.states, self.notices = JobStates(), Notices()
@@ -266,6 +268,9 @@ class Controller:
             return
         if reason := self.admission.objection(join):
             self.peers.refuse(peer, reason)
+            return
+        if name := self.names.another(join):
+            self._effects += [Tell(self.names.told(join, name)), Send((peer,), Renamed(name))]
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cases.incarnation_over(now_s)

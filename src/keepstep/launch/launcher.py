@@ -17,6 +17,7 @@ from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
+from keepstep.core.process_mark import machine_mark
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch.after_incarnation import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
 from keepstep.launch.command import addresses, run_folder
@@ -124,7 +125,8 @@ class Launcher:
         address = addresses.resolve(self._controller.at.host)[0]
         own = addresses.own_address(rendezvous.local_addr, address)
         join = wire.Join(
-            node=job.node,
+            node=self._run.job.node,
+            machine=machine_mark(),
             address=own,
             nproc=job.nproc,
             free_port=place.master_port if place else addresses.free_port(own),
@@ -199,7 +201,7 @@ class Launcher:
         which = f"rank{'s' if job.nproc > 1 else ''} {ranks} of {place.world_size}"
         is_watched = self._watching.rings.paths and controller.at and autoloads(self._crew.environ)
         watched = "watched, " if is_watched else ""
-        self._run.say(f"{which} on {job.node}: {watched}run folder {self._run.folder}")
+        self._run.say(f"{which} on {self._run.job.node}: {watched}run folder {self._run.folder}")
         return workers
 
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep import __version__
@@ -24,6 +25,11 @@ class LocalRun:
     def __init__(self, job: Job, folder: Path, secret: Path, processes: Processes) -> None:
         self.job, self.folder, self.secret, self.processes = job, folder, secret, processes
         self._started_unix_s = time.time()
+
+    def rename(self, node: str) -> None:
+        """Go on under the name by which the job knows this node."""
+        if node != self.job.node:
+            self.job = replace(self.job, node=node)
 
     def warn(self, text: str) -> None:
         """Print a line on stderr, also with ``--quiet``."""

@@ -161,10 +161,9 @@ def ensure_secret(path: Path) -> bool:
     if os.path.exists(path):  # False also where this user may not look: then an error below says so
         read_secret(path)
         return False
-    draft = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft.unlink(missing_ok=True)
         write_secret(draft)
         try:
             os.link(draft, path)

@@ -237,6 +237,7 @@ class Link:
 
     def _received(self, message: wire.Message) -> None:
         self.send(self.member.received(message))
+        self._run.rename(self.member.node)
         elector = self.member.elector
         if elector is not None and isinstance(message, wire.Welcome):
             self._on_welcome()

@@ -78,6 +78,11 @@ class Member:
         return self.placement.incarnation if self.placement is not None else -1
 
     @property
+    def node(self) -> str:
+        """The name by which the job knows this node."""
+        return self._join.node
+
+    @property
     def runs(self) -> bool:
         """Whether workers run here."""
         return self._running > self._halted
@@ -147,6 +152,12 @@ class Member:
     def _stops(self, order: wire.Stop) -> None:
         self.stop = order
 
+    def _renamed(self, order: wire.Renamed) -> list[wire.Message]:
+        if self.placement is not None:  # everybody knows this node by its name
+            return []
+        self._join = structs.replace(self._join, node=order.node)
+        return self.greet()
+
     def _refused(self, refused: wire.Refused) -> None:
         if self.placement is None:
             self.refusal = refused.reason
@@ -158,6 +169,7 @@ class Member:
         wire.Kill: lambda self, order: self.kills.append(order),
         wire.Spare: _is_spare,
         wire.Stop: _stops,
+        wire.Renamed: _renamed,
         wire.Refused: _refused,
     }
 

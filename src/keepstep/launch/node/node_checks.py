@@ -72,7 +72,7 @@ class NodeChecks:
     """Runs the checks, unless they are switched off (``--no-check``)."""
 
     def __init__(self, run: LocalRun) -> None:
-        self._job, self._warn = run.job, run.warn
+        self._run, self._job, self._warn = run, run.job, run.warn
         storage = self._job.persisting.where if self._job.persisting else ""
         self._folders = (run.folder, Path(storage)) if storage and "://" not in storage else (run.folder,)
         self._began_s = 0.0  # when this incarnation began; CLOCK_MONOTONIC
@@ -101,7 +101,7 @@ class NodeChecks:
     def failed(self) -> None:
         """Begin to check the node in the background, because a worker has failed."""
         if self._job.check and self._running is None:
-            subject = Subject(self._job.node, self._job.nproc, self._folders, 0, self._began_s)
+            subject = Subject(self._run.job.node, self._job.nproc, self._folders, 0, self._began_s)
             self._running = asyncio.get_running_loop().run_in_executor(None, run, subject)
 
     def unfit(self) -> str:

@@ -54,5 +54,6 @@ ToNode = (
     | Operated
     | SaveRings
     | Stop
+    | Renamed
     | Refused
 )

@@ -53,6 +53,7 @@ class Join(Message, frozen=True):
     checks: Annotated[tuple[limits.Line, ...], msgspec.Meta(max_length=16)] = ()
     hosts_controller: bool = False
     seat: Seat | None = None  # its seat in elections, if it can vote
+    machine: limits.Label = ""  # differs between machines, also where they have one name; "": unknown
 
 
 class Operate(Message, frozen=True):
@@ -230,6 +231,12 @@ class Operated(Message, frozen=True):
 
     done: str = ""
     refused: str = ""
+
+
+class Renamed(Message, frozen=True):
+    """To a launcher: another machine of the job has your node's name. Say Hello again, and join, with this one."""
+
+    node: limits.Host
 
 
 class Refused(Message, frozen=True):
