@@ -15,6 +15,7 @@ from keepstep.ring import Operation, RingWriter
 NO_GROUP = -1
 PHASE = int(Kind.PHASE)
 MAX_STUMBLES = 32
+_ONE_EACH = "keepstep watches one process for each that --nproc-per-node starts"
 
 
 Start = Callable[[int, int, int, int, int, int, int], Operation]
@@ -63,6 +64,7 @@ class Recorder:
         self._open_writer = open_writer
         self._paused = False
         self._claiming = threading.Lock()
+        self._told = False  # the user knows that this process is not watched
 
     def claim(self) -> bool:
         """Open the ring if that was not tried yet; True if this process is watched. Never raises."""
@@ -79,7 +81,8 @@ class Recorder:
             for note in self.notes:
                 self.writer.site(note)
         except Exception as error:
-            self.give_up(f"{type(error).__name__}: {error}")
+            taken = f"; {_ONE_EACH}" if "claimed by process" in str(error) else ""
+            self.give_up(f"{type(error).__name__}: {error}{taken}")
             return
         self.thread = threading.get_ident()
         if not self._paused:
@@ -87,8 +90,9 @@ class Recorder:
 
     def give_up(self, reason: str) -> None:
         """Stop recording for good and tell the user once; the training goes on."""
-        if self.given_up:
+        if self._told:
             return
+        self._told = True
         self.stop()
         print(f"keepstep: this process trains unwatched: {reason}", file=sys.stderr, flush=True)
         self.on_give_up()
@@ -118,7 +122,7 @@ class Recorder:
         writer, self.writer, self.start = self.writer, None, None
         if writer is not None:
             writer.close()
-            self.given_up, self.stumbles = False, 0
+            self.given_up, self._told, self.stumbles = False, False, 0
 
     def pause(self, paused: bool) -> None:
         """Stop recording or start it again; the ring stays claimed."""
