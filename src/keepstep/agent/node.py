@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from keepstep.agent.sensors.sockets import SocketSensor
 from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import KeepstepError, RingError
-from keepstep.core.events import TIMEOUT_NOTE
 from keepstep.core.own_folders import make_folder, unwritten
 from keepstep.core.summary import ClockSample, HostCause, IterationSummary, LinkState, RankState
 from keepstep.ring import RingHeader
@@ -342,7 +341,7 @@ class NodeAgent:
         if len(track.groups) > ring.groups:
             for message in self._new_groups(ring):
                 self._send(message)
-        self._ended.extend((one, _unix_s(header, one.start_s), count) for one, count in taken.iterations)
+        self._ended.extend((one, header.unix_s(one.start_s), count) for one, count in taken.iterations)
         for finding in taken.findings:
             self._send(Found(finding))
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
@@ -383,7 +382,7 @@ class NodeAgent:
             self._log_steps()
             self._log.flush()
         now_s = time.monotonic()
-        self._log.claimed(ring.rank, _unix_s(header, header.monotonic_ns * 1e-9), _unix_s(header, now_s))
+        self._log.claimed(ring.rank, header.realtime_ns * 1e-9, header.unix_s(now_s))
         pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.track.watch.hang.pauses.update(pauses)
@@ -477,7 +476,6 @@ class NodeAgent:
                 process,
                 self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
                 self._activity.stillness(ring.rank),
-                _shortest_timeout_s(reader.sites()),
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
                 calls=calls,
             )
@@ -498,13 +496,3 @@ class NodeAgent:
         except RingError as error:
             logger.debug("rank %d: its link table cannot be read: %s", ring.rank, error)
             return ()
-
-
-def _shortest_timeout_s(sites: Sequence[str]) -> float:
-    """The shortest timeout of a group, as the worker has noted it among the sites; 0 where it has not."""
-    told = [one.removeprefix(TIMEOUT_NOTE) for one in sites if one.startswith(TIMEOUT_NOTE)]
-    return min((float(one) for one in told if one.replace(".", "").isdigit()), default=0.0)
-
-
-def _unix_s(header: RingHeader, monotonic_s: float) -> float:
-    return header.realtime_ns * 1e-9 + (monotonic_s - header.monotonic_ns * 1e-9)

@@ -53,6 +53,10 @@ class RingHeader:
     overflowed: int = 0  # groups, sites and streams that found no room in their tables
     first_step: int = 0  # step number of this claim's first iteration in the training
 
+    def unix_s(self, monotonic_s: float) -> float:
+        """Unix time of a moment on CLOCK_MONOTONIC, by the clock as it was set when the ring was claimed."""
+        return self.realtime_ns * 1e-9 + (monotonic_s - self.monotonic_ns * 1e-9)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -14,7 +14,7 @@ from keepstep.agent.ranks.last_calls import LastCalls
 from keepstep.agent.ranks.left_loop import left_loop
 from keepstep.agent.ranks.track import USUAL, RankTrack
 from keepstep.agent.sensors.activity import py_spy
-from keepstep.core.events import Kind, element_of, reduction_of
+from keepstep.core.events import TIMEOUT_NOTE, Kind, element_of, reduction_of
 from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
 from keepstep.core.within import within
 from keepstep.ring import RETIRED
@@ -95,7 +95,6 @@ def rank_state(
     process: int = 0,
     links: tuple[LinkState, ...] = (),
     stillness: Stillness | None = None,
-    timeout_s: float = 0.0,
     calls: LastCalls = _NO_CALLS,
     incarnation: int = -1,
 ) -> RankState:
@@ -136,11 +135,17 @@ def rank_state(
         process=process,
         links=links,
         stillness=stillness,
-        timeout_s=timeout_s,
+        timeout_s=_shortest_timeout_s(sites),
         pause_s=track.watch.hang.longest_pause_s,
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
     )
+
+
+def _shortest_timeout_s(sites: Sequence[str]) -> float:
+    """The shortest timeout of a group, as the worker has noted it among the sites; 0 where it has not."""
+    told = [one.removeprefix(TIMEOUT_NOTE) for one in sites if one.startswith(TIMEOUT_NOTE)]
+    return min((float(one) for one in told if one.replace(".", "").isdigit()), default=0.0)
 
 
 def main_site(sites: Sequence[str], calls: LastCalls) -> str:
