@@ -20,7 +20,7 @@ def _layout(dp: int, pp: int) -> tuple[str, ...]:
 def plan_early(seed: int) -> Plan:
     chance = drawn("slow-early", seed)
     dp, pp = chance.choice(_LAYOUTS)
-    rank, onset, factor = chance.randrange(dp * pp), chance.randint(0, 14), chance.choice((2.0, 2.5, 4.0))
+    rank, onset, factor = chance.randrange(dp * pp), chance.randint(0, 14), chance.choice((2, 2.5, 4))
     return Plan(
         arguments=(*_layout(dp, pp), "--steps", str(onset + 22), "--seed", str(seed)),
         fault=f"slow rank {rank} by {factor}x at step {onset} for 1000 steps",

@@ -281,6 +281,7 @@ def test_ranks_that_the_script_starts_itself_are_left_alone_and_told_once(job: J
     assert job.steps() == []
 
 
+@pytest.mark.long
 def test_a_job_may_make_more_groups_in_its_life_than_a_ring_has_places(job: Job) -> None:
     script = """
     import os, time

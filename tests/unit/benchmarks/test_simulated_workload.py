@@ -179,7 +179,8 @@ def watched(workload: Workload, rank: int, rows: Rows) -> tuple[RankTrack, list[
     track = RankTrack(rank, "gpu", [rank])
     taken = []
     for started, finished, now_ns in polled(rows):
-        taken += track.take(started, finished, 0, now_ns, lambda: workload.groups_of(rank)).iterations
+        found = track.take(started, finished, 0, now_ns, lambda: workload.groups_of(rank)).iterations
+        taken += [one for one, _ in found]
     return track, taken
 
 
