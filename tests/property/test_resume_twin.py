@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import many
 
+from keepstep.checkpoint.matching import Moment
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.resume import Agreed, Copied, Elsewhere, begin, refuse, resume
 from keepstep.core.errors import CheckpointError
@@ -24,7 +25,7 @@ class Simulated:
     unfinished: int = -1  # incarnation of a step on storage that was not written to the end
     first: frozenset[Key] = frozenset()
     states: dict[Key, int] = field(default_factory=dict)  # what it has saved, if anybody wants to know
-    held: set[Key] = field(default_factory=set)
+    moments: dict[Key, int] = field(default_factory=dict)  # when it saved them, if anybody wants to know
     live: Key | None = None
 
     def own(self) -> frozenset[Key]:
@@ -50,6 +51,9 @@ class Simulated:
 
     def drop(self, key: Key) -> None:
         del self.cache[key]
+
+    def moment(self, key: Key) -> int:
+        return self.moments.get(key, 0)
 
     def wanted(self, key: Key) -> bool:
         return False
@@ -117,6 +121,34 @@ def test_all_ranks_end_with_the_newest_that_all_can_have(job: list[Simulated]) -
     assert len({end.incarnation for end in ends if isinstance(end, Agreed)}) == 1
     if any(expected not in cache for cache in caches):  # all were asked
         assert all(end.incarnation > max(seen).incarnation for end in ends if isinstance(end, Agreed))
+
+
+saved = st.dictionaries(keys, st.integers(1, 2), max_size=5)
+
+
+@given(st.lists(saved, min_size=2, max_size=3), st.booleans())
+def test_what_was_saved_at_different_moments_is_never_restored_together(
+    jobs: list[dict[Key, int]], begun: bool
+) -> None:
+    job = [
+        Simulated(
+            dict.fromkeys(own, True),
+            {},
+            first=frozenset(own if begun else ()),
+            moments={key: Moment(number).pack() for key, number in own.items()},
+        )
+        for own in jobs
+    ]
+    together = [key for key in jobs[0] if all(own.get(key) == jobs[0][key] for own in jobs)]
+    for end in run(job):
+        if together:
+            assert isinstance(end, Agreed)
+            assert end.key == max(together)
+        elif begun or not any(jobs):
+            assert isinstance(end, Agreed)
+            assert (end.key, bool(end.given_up)) == (None, any(jobs))
+        else:
+            assert isinstance(end, str)
 
 
 @given(ranks, st.lists(st.integers(0, 2), min_size=4, max_size=4))

@@ -35,10 +35,13 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
     ``persist`` brings the snapshot to storage (``keepstep run --checkpoint-dir``) while training goes on; None does so
     when it is due (``--checkpoint-every``). All ranks give the same value.
 
+    Where ranks do not save the same steps, or the node's memory is too small, nothing is kept: that is said once, and
+    training goes on.
+
     Raises:
-        CheckpointError: the state cannot be saved or does not fit into the node's memory; ``persist`` without storage.
+        CheckpointError: the state cannot be saved; ``persist`` without storage; ``step`` is not above the last one.
     """
-    snapshots = _snapshots()
+    snapshots = _snapshots(collective=False)
     _left.clear()
     if snapshots:
         snapshots.save(state, step, overlap=overlap, persist=persist)
@@ -59,6 +62,8 @@ def load(state: dict[Any, Any]) -> int | None:
     snapshots = _snapshots()
     try:
         step = snapshots.load(state) if snapshots else None
+    except CheckpointError as error:
+        raise _Refused(str(error)) from None
     finally:
         _left.clear()
     _milestones.reached("state", step or 0)
@@ -70,8 +75,10 @@ def load(state: dict[Any, Any]) -> int | None:
 def register(state: dict[Any, Any]) -> None:
     """Reserve memory for snapshots of ``state`` now, so that the first `save` is faster.
 
+    What does not fit into the node's memory is said in one line, as `save` does.
+
     Raises:
-        CheckpointError: the state cannot be saved, or does not fit into the node's memory.
+        CheckpointError: the state cannot be saved.
     """
     snapshots = _snapshots(collective=False)
     if snapshots:
@@ -96,6 +103,14 @@ def forget() -> None:
         snapshots = _open.pop()
         atexit.unregister(snapshots.end)
         snapshots.close()
+
+
+class _Refused(CheckpointError, SystemExit):
+    """A restore that was refused. One rank has said why, so a process that does not catch this ends without a word."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 1
 
 
 class RandomState:
@@ -149,12 +164,16 @@ def _snapshots(*, collective: bool = True) -> Snapshots | None:
                 elsewhere=elsewhere,
                 left=_left,
                 collectives=_collectives,
+                store=_store,
             )
         )
     except CheckpointError as error:
         _no_cache[:] = [str(error)]
         if collective:
             talk(refuse(_no_cache[0]), _gather)
+        elif not _told:
+            _told.append(True)
+            print(f"keepstep: no checkpoint is kept: {_no_cache[0]}", file=sys.stderr, flush=True)
         return None
     atexit.register(_open[0].end)
     return _open[0]
@@ -192,6 +211,14 @@ def _collectives() -> int | None:
         return dist.group.WORLD._get_sequence_number_for_group()
     except RuntimeError:
         return None
+
+
+def _store() -> Any:
+    """The store of the default group; None without one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
 
 
 def _gather(row: list[int]) -> list[list[int]]:

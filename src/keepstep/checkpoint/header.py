@@ -51,6 +51,7 @@ _PLACEMENT = re.compile(r"R|(_?)S\((\d{1,2})(?:, (\d{1,9}))?\)", re.ASCII)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
 Word = Annotated[int, msgspec.Meta(ge=0)]
+Packed = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Counts = tuple[Count, ...]
 
 
@@ -115,7 +116,8 @@ class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storages: tuple[StorageEntry, ...]
     tensors: tuple[TensorEntry, ...]
     version: int = VERSION
-    first: bool = False  # whether no snapshot of this training was whole on all ranks before
+    first: bool = False  # whether no snapshot of this training was known to be whole on all ranks before
+    moment: Packed = 0  # when the rank saved, as `matching.Moment` packs it; 0: not known
 
 
 def encode_header(header: StateHeader) -> bytes:

@@ -1,19 +1,14 @@
-"""How long a save waits for a slot, by what is known of the other ranks.
-
-Ranks that run without collectives may be at different steps, and who saves first waits. Where this rank has begun a
-collective of all ranks between its saves, the others have come as far: a rank that still holds nothing when this one
-has saved twice does not save at all.
-"""
+"""How long a save may wait for other ranks: no longer than a step of the job takes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from keepstep.checkpoint.memory.slots import Key
+LEAST_S = 0.5
+"""Waiting so long once costs no job anything, and covers what a loaded machine keeps a rank from coming."""
 
 PATIENCE_S = 30.0
-_SAVES = 3  # the two that fill the slots, and the one that finds them full
 
 
 class Pace:
@@ -21,25 +16,27 @@ class Pace:
 
     def __init__(self, collectives: Callable[[], int | None]) -> None:
         self._collectives = collectives
-        self._saves: deque[tuple[float, int | None]] = deque(maxlen=_SAVES)
+        self._saves: deque[tuple[float, int | None]] = deque(maxlen=2)
 
     def note(self, now_s: float) -> None:
         """A save begins."""
         self._saves.append((now_s, self._collectives()))
 
     @property
-    def in_step(self) -> bool:
-        """Whether all ranks took part in collectives between the last saves of this one."""
-        counts = [count for _, count in self._saves if count is not None]
-        return len(counts) == _SAVES and counts[0] < counts[1] < counts[2]
+    def collectives(self) -> int:
+        """How many collectives this rank had begun at its last save; 0 unless there were some since the one before."""
+        counts = [count or 0 for _, count in self._saves]
+        return counts[1] if len(counts) == 2 and 0 < counts[0] < counts[1] else 0
 
-    def patience_s(self, held: Sequence[frozenset[Key]], missed: Sequence[frozenset[Key]]) -> float:
-        """How long to wait for a slot. Both by rank: ``held``, what each rank holds now; ``missed``, what they held
-        when a slot was waited for in vain."""
-        if not self.in_step:
-            return PATIENCE_S
-        if list(held) == list(missed):
-            return 0.0
-        if all(held):
-            return PATIENCE_S
-        return min(self._saves[-1][0] - self._saves[-2][0], PATIENCE_S)
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks took part in collectives between the last two saves of this one."""
+        return self.collectives > 0
+
+    def patience_s(self, known_late: bool = False) -> float:
+        """As long as it took from the save before to this one, within bounds.
+
+        ``known_late``: the others did come the last time, only later; then there is no upper bound.
+        """
+        interval_s = self._saves[-1][0] - self._saves[-2][0] if len(self._saves) == 2 else 0.0
+        return max(LEAST_S, interval_s if known_late else min(interval_s, PATIENCE_S))

@@ -9,7 +9,6 @@ is there, and from then on other processes may read it.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -19,21 +18,24 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader, encode_header
+from keepstep.checkpoint.matching import Matches, Moment, Store, newest_whole
 from keepstep.checkpoint.memory.cache import gib
 from keepstep.checkpoint.memory.pages import Trace
 from keepstep.checkpoint.memory.rank_slots import RankSlots
-from keepstep.checkpoint.memory.slots import Key, Record, newest_common, slot_bytes
+from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
 from keepstep.checkpoint.optimizers import OptimizerWatch
-from keepstep.checkpoint.pace import PATIENCE_S, Pace
+from keepstep.checkpoint.pace import Pace
 from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restore.restoring import Restoring
-from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, begin, keys_of, resume, row_of
+from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, SaidByAnother, begin, resume
 from keepstep.checkpoint.state import Span, flatten, identity
-from keepstep.checkpoint.storage.cadence import Cadence, Storing
+from keepstep.checkpoint.storage.cadence import Storing
+from keepstep.checkpoint.storage.wishes import Wishes
 from keepstep.core.errors import CheckpointError
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks
@@ -43,10 +45,12 @@ Gather = Callable[[Row], Rows]
 
 _TURNS = 2  # slots that snapshots are taken into by turns
 _MOST_THREADS = 4  # threads that copy
-_ALONE_S = 120.0  # after which a step that not all ranks have waiting for storage is given up
 _MOST_TOLD = 256  # lines that are remembered, so as not to be printed again
-_POLL_S = 0.001
-_STORED_POLL_S = 0.05
+_LONGEST_TOPIC = 100
+_MEND = (
+    "build the state as it was saved, or start a new `keepstep run`, with another --checkpoint-dir or none"
+)
+_POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,11 @@ class _Flight:
     """A snapshot that is being copied, and the tensors that must not change meanwhile."""
 
     native: native.Snapshot
-    step: int
     index: int  # index of the slot
     spans: list[Span]
     moving: set[int]  # storages that are copied in the background, by identity
+    key: Key
+    moment: Moment
 
 
 class Snapshots:
@@ -91,6 +96,7 @@ class Snapshots:
         elsewhere: bool = False,
         left: list[torch.UntypedStorage] | None = None,
         collectives: Callable[[], int | None] = lambda: None,
+        store: Callable[[], Store | None] = lambda: None,
     ) -> None:
         """Opens the cache at ``address``; CheckpointError when there is none.
 
@@ -101,6 +107,7 @@ class Snapshots:
             elsewhere: whether the node's agent is asked for states that the cache lacks.
             left: memory that nobody uses any more; `load` may put it under what it brings back.
             collectives: how many collectives of all ranks this rank has begun; None where nobody counts them.
+            store: the store that all ranks share; None where there is none.
         """
         self._worker, self._gather, self._process = worker, gather, os.getpid()
         count = slots or (_TURNS if storing is None else _TURNS + 1)
@@ -108,16 +115,20 @@ class Snapshots:
         self._threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // worker.local_world_size))
         self._incarnation = worker.incarnation
         self._storing = storing
-        self._cadence = Cadence(storing) if storing else None
         self._service = RestoreClient(restore_address(address)) if elsewhere or storing else None
         self._blocked_s = 0.0
-        self._unkept: Key | None = None  # the step that was to go to storage but could not be saved here
-        self._alone: dict[Key, float] = {}  # since when a step waits for storage here, but not on all ranks
         self._begun = self._saved = False
+        self._whole = False  # whether some snapshot of this training is known to be whole on all ranks
         self._last: Key | None = None
+        self._number = 0  # of the last save in this incarnation
         self._pace = Pace(collectives)
-        self._missed: list[frozenset[Key]] = []  # what the ranks held when a slot was waited for in vain
-        self._not_saved = ""  # why the last step was not saved; "": it was
+        self._matches = Matches(store, worker.rank, worker.world_size, worker.incarnation)
+        self._in_vain = False  # whether the last wait for a slot, if there was one, was in vain
+        self._wishes = (
+            Wishes(storing, self._cache, self._matches, self._pace, gather, self._say, _TURNS)
+            if storing
+            else None
+        )
         self._flight: _Flight | None = None
         self._left, self._trace = [] if left is None else left, Trace(())
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
@@ -127,19 +138,23 @@ class Snapshots:
         """As `api.register`; the kernel provides the memory in the background."""
         if not self._cache.slots:
             header, _, text = self._flatten(state, 0)
-            self._make_first_room(_slot_bytes(header, text), header.data_bytes)
+            try:
+                self._make_first_room(_slot_bytes(header, text), header.data_bytes)
+            except CheckpointError as error:
+                self._once(
+                    "memory", f"no checkpoint is kept in memory, and training goes on without: {error}"
+                )
 
     def save(self, state: Any, step: int, *, overlap: bool = True, persist: bool | None = None) -> None:
         """Take a snapshot of ``state``, as `api.save` says; CheckpointError also if ``step`` has not grown.
 
-        The first call of an incarnation that has not restored is collective, and so are calls that may bring the step
-        to storage. When no slot is free, because other ranks do not save or it is being read, the snapshot is left out
-        and a line says so; where all ranks are on one node, up to 30 s are spent waiting for a slot. Ranks that meet in
-        collectives between their saves are waited for once for each thing that is missing, and no longer than a step
-        where a rank has saved nothing at all.
+        A step that cannot be saved is left out, and that is said once for each reason: the ranks do not save the same
+        steps, the node's memory does not hold it, or no slot is free. Other ranks are waited for no longer than a step
+        of the job takes, and not again before they come. Ranks exchange something only where all of them are here:
+        in the first call of an incarnation that has not restored, and where the step may go to storage.
 
-        While an earlier step is on its way to storage, one that is due is left to a later save; ``persist``
-        waits up to 30 s, then leaves the step out and says so.
+        While an earlier step is on its way to storage, one that is due is left to a later save, and so is one with
+        ``persist`` once it has waited for a step's time.
         """
         if self._process != os.getpid():
             raise CheckpointError("a forked process cannot save: only the one that began to save can")
@@ -147,34 +162,35 @@ class Snapshots:
         begun_s = time.monotonic()
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         self._pace.note(begun_s)
-        if not self._begun:
-            self._settle(talk(begin(self._restoring(), self._worker.incarnation), self._gather))
-        header, spans, text = self._flatten(state, step)
+        self._number += 1
+        self._matches.begins(step, self._number)
+        if not self._begun and not self._begin(step):
+            return
         key = Key(self._incarnation, step)
         key.pack()
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
-        if self._cadence:
-            self._cadence.note(step, begun_s, blocked_s, pending=bool(self._cache.wanted()))
-        wanted = self._is_wanted(step, persist)
-        self._unkept = key if wanted else self._unkept
-        nbytes = _slot_bytes(header, text)
-        if not self._cache.slots:
-            self._make_first_room(nbytes, header.data_bytes)
-        index = self._slot()
-        if index is None:
-            self._say_not_saved(step, time.monotonic() - begun_s)
+        self._compare()
+        header, spans, text = self._flatten(state, step)
+        if self._wishes:
+            self._wishes.note(step, begun_s, blocked_s)
+        wanted = self._is_wanted(key, persist)
+        try:
+            index = self._slot(key, _slot_bytes(header, text), header.data_bytes)
+        except CheckpointError as error:
+            self._matches.left_out(key)
+            self._once("memory", f"step {step} is not kept in memory, and training goes on without: {error}")
             return
-        if self._cache.slots[index].nbytes < nbytes:
-            try:
-                self._cache.make_room(nbytes, index)
-            except CheckpointError:
-                self._cache.slots[index].unlock()
-                raise
+        if index is None:
+            return
+        if header.first and self._whole:  # the others were waited for
+            header = msgspec.structs.replace(header, first=False)
+            text = encode_header(header)
         self._cache.slots[index].want(key if wanted else None)
         self._start(header, spans, text, index, key, overlap)
-        self._unkept = None if wanted else self._unkept
-        self._last, self._not_saved = key, ""
+        if self._wishes and wanted:
+            self._wishes.kept()
+        self._last = key
         self._blocked_s += time.monotonic() - begun_s
 
     def wait(self) -> None:
@@ -183,8 +199,10 @@ class Snapshots:
         # A forked child has none of the copying threads.
         if flight is not None and self._process == os.getpid():
             begun_s = time.monotonic()
-            self._await(flight)
             self._flight = None
+            if self._await(flight):
+                digest = self._cache.digest(flight.key) if self._worker.elastic else 0
+                self._matches.sealed(flight.key, flight.moment, digest)
             self._blocked_s += time.monotonic() - begun_s
 
     def load(self, state: Any) -> int | None:
@@ -201,9 +219,15 @@ class Snapshots:
         try:
             agreed = talk(resume(rank, self._worker.incarnation), self._gather)
         except CheckpointError as error:
-            raise rank.error or error from None
+            why = rank.error or error
+            mend = f"; {_MEND}" if rank.error else ""
+            if not isinstance(why, SaidByAnother):
+                self._once("refused", f"nothing is restored, and the job ends: {why}{mend}")
+            raise why from None
+        self._say_refused(rank)
         if agreed.key is not None:
             rank.finish()
+        self._number = 0
         self._settle(agreed)
         if agreed.key is None:
             return None
@@ -246,7 +270,15 @@ class Snapshots:
         )
 
     def _make_first_room(self, nbytes: int, data_bytes: int) -> None:
-        self._cache.make_room(nbytes)
+        try:
+            self._cache.make_room(nbytes)
+        except CheckpointError:
+            if self._cache.count <= _TURNS:
+                raise
+            self._cache.count = (
+                _TURNS  # steps go to storage from the slots that take turns, and hold up others
+            )
+            self._cache.make_room(nbytes)
         total = sum(slot.nbytes for slot in self._cache.slots)
         self._say(
             f"{len(self._cache.slots)} snapshots of rank {self._worker.rank} take {gib(total)} "
@@ -257,101 +289,98 @@ class Snapshots:
     def _settle(self, agreed: Agreed) -> None:
         """Go on from what all ranks have agreed on."""
         if agreed.given_up:
-            self._say(agreed.given_up, every_rank=False)
+            self._once("unmatched", agreed.given_up)
         self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
         if agreed.key and agreed.alike:
             self._cache.say_alike(agreed.key)
         self._incarnation, self._last, self._begun = agreed.incarnation, agreed.key, True
-        if self._cadence:
-            self._cadence.begin(agreed.key.step if agreed.key else 0)
+        self._whole = agreed.key is not None
+        self._matches.agreed(agreed.key)
+        if self._wishes:
+            self._wishes.begin(agreed.key.step if agreed.key else 0)
 
-    def _is_wanted(self, step: int, persist: bool | None) -> bool:
-        """Whether all ranks bring the step to storage: it is due or asked for, and each rank has a slot to spare."""
-        if self._cadence is None:
-            if persist:
-                raise CheckpointError(
-                    f"step {step} is to be brought to storage, and there is none: `keepstep run --checkpoint-dir`"
-                )
+    def _is_wanted(self, key: Key, persist: bool | None) -> bool:
+        """Whether all ranks bring the step to storage."""
+        if self._wishes is not None:
+            return self._wishes.takes_on(key, persist, lambda: self._compare(missed=self._pace.in_step))
+        if persist:
+            raise CheckpointError(
+                f"step {key.step} is to be brought to storage, and there is none: `keepstep run --checkpoint-dir`"
+            )
+        return False
+
+    def _begin(self, step: int) -> bool:
+        """Agree with all ranks on what to keep, as nothing was restored. False: they are not all here."""
+        if not self._matches.possible:
+            self._once(
+                "group", "the ranks cannot agree on a checkpoint: call init_process_group() before save()"
+            )
             return False
-        if not (self._cadence.due(step) if persist is None else persist):
-            return False
-        deadline_s = time.monotonic() + (PATIENCE_S if persist else 0.0)
-        while True:
-            pending = self._cache.wanted()
-            full, late = len(pending) >= self._cache.count - _TURNS, time.monotonic() >= deadline_s
-            unkept = self._unkept.pack() if self._unkept else 0
-            rows = self._gather(row_of(pending, full, late, self._cadence.proposal(), unkept))
-            self._cadence.agree(row[2] for row in rows)
-            self._let_go(rows)
-            if not any(row[0] for row in rows):
-                self._cadence.accepted(step, time.monotonic())
-                return True
-            if any(row[1] for row in rows):
-                if persist:
-                    self._say_left_out(step, "the one before is not there yet")
+        if not self._worker.incarnation and self._storing is None and not any(self._cache.held()):
+            self._settle(Agreed(None, 0))  # no rank has anything yet
+        elif self._matches.meet(f"begin/{step}", self._pace.patience_s):
+            rank = self._restoring()
+            self._settle(talk(begin(rank, self._worker.incarnation), self._gather))
+            self._say_refused(rank)
+        else:
+            self._compare(missed=self._pace.in_step)
+        return self._begun
+
+    def _compare(self, *, missed: bool | None = None) -> bool:
+        """Say, once, where other ranks save otherwise than this one. Returns whether that is known."""
+        if missed is None:  # at the first saves, it is looked at if the last one is not whole by now
+            if self._whole or not 2 <= self._number <= 3 or self._newest_whole():
                 return False
-            time.sleep(_STORED_POLL_S)
+            missed = self._number == 3 and self._pace.in_step
+        why = self._matches.objection(missed)
+        if why:
+            self._in_vain = True
+            kept = f"a restart goes on from {'what all have' if self._whole else 'the beginning'}"
+            self._once("unmatched", f"no checkpoint is kept: {why}; until then {kept}")
+        return bool(why)
 
-    def _let_go(self, rows: Rows) -> None:
-        """Give up steps on their way to storage that cannot become whole there, because a rank lacks its part."""
-        for number, row in enumerate(rows):
-            key = Key.unpack(row[3])
-            if key is not None:
-                self._cache.let_go(key)
-                self._say_left_out(key.step, f"rank {number} did not keep it")
-        self._unkept = None
-        pending = self._cache.wanted()
-        alone = {key for key in pending if not all(key in keys_of(row) for row in rows)}
-        now_s = time.monotonic()
-        self._alone = {key: self._alone.get(key, now_s) for key in alone}
-        for key, since_s in self._alone.items():
-            # Ranks learn within seconds of each other that a step is on storage.
-            if now_s - since_s > _ALONE_S:
-                self._cache.let_go(key)
-                self._say_left_out(key.step, "not all ranks have it any more", every_rank=True)
+    def _slot(self, key: Key, nbytes: int, data_bytes: int) -> int | None:
+        """The index of a locked slot of ``nbytes`` for ``key``; None: there is none, which was said.
 
-    def _say_left_out(self, step: int, why: str, *, every_rank: bool = False) -> None:
-        assert self._storing
-        self._say(
-            f"step {step} is not brought to storage {self._storing.where}: {why}", every_rank=every_rank
-        )
-
-    def _slot(self) -> int | None:
-        if not self._worker.one_node or self._worker.elastic:
-            digest = self._cache.digest(self._last) if self._worker.elastic and self._last else 0
-            rows = self._gather(row_of((key for key in self._cache.held() if key), digest))
-            if digest and self._last and all(row[0] == digest for row in rows):
-                self._cache.say_alike(self._last)
-            return self._cache.take(lambda: newest_common(map(keys_of, rows)))
-        board, begun_s = self._cache.board, time.monotonic()
+        Raises CheckpointError when there is no memory for it.
+        """
+        if not self._cache.slots:
+            self._make_first_room(nbytes, data_bytes)
+        until_s = time.monotonic() + (0.0 if self._in_vain else self._pace.patience_s())
+        if self._worker.elastic and self._last:
+            while not self._matches.is_whole(self._last) and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
+            for held in filter(self._matches.is_alike, filter(None, self._cache.held())):
+                self._cache.say_alike(held)
         while True:
-            held = [frozenset(board.held(rank)) for rank in range(self._worker.world_size)]
-            index = self._cache.take(functools.partial(newest_common, held))
+            index = self._cache.take(self._newest_whole, self._matches.is_dead)
             if index is not None:
-                return index
-            if time.monotonic() - begun_s >= self._pace.patience_s(held, self._missed):
-                self._missed = held
+                break
+            if time.monotonic() >= until_s:
+                self._leave_out(key)
                 return None
             time.sleep(_POLL_S)
+        self._in_vain = False
+        if self._cache.slots[index].nbytes < nbytes:
+            self._cache.make_room(nbytes, index)
+        return index
 
-    def _say_not_saved(self, step: int, waited_s: float) -> None:
-        """Say why there was no slot, once until there is one again or the reason is another."""
-        never = [rank for rank, keys in enumerate(self._missed) if not keys]
-        if never and self._pace.in_step:
-            who = f"{'rank' if len(never) == 1 else 'ranks'} {fold_ranks(never)}"
-            why = (
-                f"{who} never saved. A step counts once every rank has saved it: call save on all ranks, "
-                "not only on rank 0"
-            )
+    def _newest_whole(self) -> Key | None:
+        found = newest_whole(self._cache.held(), self._matches)
+        self._whole = self._whole or found is not None
+        return found
+
+    def _leave_out(self, key: Key) -> None:
+        """No slot is free: say why, and tell others that they need not keep this step."""
+        self._in_vain = True
+        self._matches.left_out(key)
+        if self._compare(missed=True):
+            return
+        if self._last and self._matches.is_whole(self._last):
+            why = "its slots are being read, or wait for storage"
         else:
-            after = f" after {PATIENCE_S:g} s" if waited_s >= PATIENCE_S else ""
-            why = (
-                f"no free slot{after}. Another rank is behind, or the slot is being read. "
-                "Do all ranks save the same steps?"
-            )
-        if why != self._not_saved:
-            self._say(f"step {step} was not saved: {why}")
-        self._not_saved = why
+            why = "other ranks are behind. Do all ranks save the same steps?"
+        self._once("left-out", f"step {key.step} of rank {self._worker.rank} was not saved: {why}")
 
     def _flatten(self, state: Any, step: int) -> tuple[StateHeader, list[Span], bytes]:
         worker = self._worker
@@ -362,7 +391,8 @@ class Snapshots:
             rank=worker.rank,
             world_size=worker.world_size,
             layout=worker.layout,
-            first=self._last is None,
+            first=not self._whole,
+            moment=Moment(self._number, self._pace.collectives).pack(),
         )
         return header, spans, encode_header(header)
 
@@ -404,23 +434,38 @@ class Snapshots:
             threads=self._threads,
             stream=torch.cuda.current_stream().cuda_stream if gpu >= 0 else 0,
         )
-        self._flight = _Flight(started, key.step, index, spans, moving)
+        self._flight = _Flight(started, index, spans, moving, key, Moment.unpack(header.moment))
         self._trace = Trace(spans)
         self._await(self._flight, urgent=True)
         if not moving:
             self.wait()
 
-    def _await(self, flight: _Flight, *, urgent: bool = False) -> None:
+    def _await(self, flight: _Flight, *, urgent: bool = False) -> bool:
+        """Whether the bytes are there."""
         try:
             flight.native.wait(urgent)
+            return True
         except RuntimeError as error:
+            self._matches.left_out(flight.key)
             self._cache.slots[flight.index].unlock()
-            self._say(f"step {flight.step} was not saved: the device did not give its bytes: {error}")
+            self._say(f"step {flight.key.step} was not saved: the device did not give its bytes: {error}")
+            return False
 
     def _before_step(self, parameters: Iterator[int]) -> None:
         flight = self._flight
         if flight is not None and any(found in flight.moving for found in parameters):
             self.wait()
+
+    def _say_refused(self, rank: Restoring) -> None:
+        for line in rank.refused:
+            self._once(line[:_LONGEST_TOPIC], line)
+
+    def _once(self, topic: str, text: str) -> None:
+        """Say something that is said once in a job, whichever rank comes to it first."""
+        if topic not in self._told:
+            self._told.append(topic)
+            if self._matches.claim(topic) and self._cache.claim(topic):
+                print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
 
     def _say(self, text: str, *, every_rank: bool = True) -> None:
         if text not in self._told and (every_rank or self._worker.rank == 0):

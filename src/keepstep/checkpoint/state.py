@@ -87,6 +87,7 @@ def flatten(
     world_size: int = 1,
     layout: str = "",
     first: bool = False,
+    moment: int = 0,
 ) -> tuple[StateHeader, list[Span]]:
     """The header of ``state`` and the spans of its storages, in the order of ``header.storages``. Copies no tensor.
 
@@ -118,6 +119,7 @@ def flatten(
         storages=tuple(storages),
         tensors=tensors,
         first=first,
+        moment=moment,
     )
     return header, spans
 

@@ -204,7 +204,10 @@ async def _wait_for_storage(parts: Parts, outcome: Outcome) -> None:
         interrupted = course.kill_now.is_set() or over or course.signalled is not None
         return interrupted or not parts.watching.is_steady
 
-    lost = await parts.caching.stored(wait_s, in_vain)
+    alone = course.place is not None and course.place.node_count == 1
+    # Nodes of a job that failed may have different newest steps, none of which would become whole.
+    last = outcome.kind == "finished" or (outcome.kind == "failed" and alone)
+    lost = await parts.caching.stored(wait_s, in_vain, last=last)
     if lost:
         run.warn(f"{lost}: see `keepstep status {run.folder}`")
 

@@ -1,36 +1,31 @@
-"""How long a save waits for a slot, by what is known of the other ranks."""
+"""How long a save may wait for other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.checkpoint.memory.slots import Key
-from keepstep.checkpoint.pace import PATIENCE_S, Pace
-
-NONE, SOME, MORE = frozenset[Key](), frozenset({Key(0, 1)}), frozenset({Key(0, 1), Key(0, 2)})
+from keepstep.checkpoint.pace import LEAST_S, PATIENCE_S, Pace
 
 
-def pace(counts: Sequence[int | None]) -> Pace:
-    """A save every 2 s."""
+def pace(counts: Sequence[int | None], interval_s: float = 2.0) -> Pace:
+    """A save every ``interval_s``."""
     it = iter(counts)
     found = Pace(lambda: next(it))
     for number in range(len(counts)):
-        found.note(number * 2.0)
+        found.note(number * interval_s)
     return found
 
 
-def test_who_has_saved_nothing_while_all_met_twice_is_waited_for_a_step_at_most() -> None:
-    assert pace([3, 5, 7]).patience_s([MORE, NONE], []) == 2.0
+def test_others_are_waited_for_as_long_as_a_step_takes() -> None:
+    assert pace([3, 5]).patience_s() == 2.0
+    assert pace([3]).patience_s() == LEAST_S
+    assert pace([3, 5], 1e-3).patience_s() == LEAST_S
+    assert pace([3, 5], 1e3).patience_s() == PATIENCE_S
+    assert pace([3, 5], 1e3).patience_s(known_late=True) == 1e3
 
 
-def test_what_was_missing_before_is_not_waited_for_again() -> None:
-    assert pace([3, 5, 7]).patience_s([MORE, SOME], [MORE, SOME]) == 0.0
-
-
-def test_what_is_new_since_then_is_waited_for() -> None:
-    assert pace([3, 5, 7]).patience_s([MORE, MORE], [MORE, SOME]) == PATIENCE_S
-
-
-def test_ranks_that_do_not_meet_are_waited_for() -> None:
-    for counts in ([3, 5, 5], [3, 3, 5], [None] * 3, [5, 7], [7, 3, 5]):
-        assert pace(counts).patience_s([MORE, NONE], [MORE, NONE]) == PATIENCE_S, counts
+def test_collectives_tell_saves_apart_only_where_all_ranks_have_met_between_them() -> None:
+    assert pace([3, 5, 7]).collectives == 7
+    for counts in ([3], [5, 5], [None, None], [None, 4], [0, 4], [7, 3]):
+        assert not pace(counts).collectives, counts
+        assert not pace(counts).in_step, counts

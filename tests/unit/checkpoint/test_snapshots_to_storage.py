@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.unit.checkpoint.trainings import Ranks, alone
 
-from keepstep.checkpoint import snapshot as module
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.snapshot import Snapshots, Worker
+from keepstep.checkpoint.storage import wishes as module
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
 
@@ -67,7 +67,8 @@ def test_what_one_rank_did_not_keep_is_waited_for_no_longer(
 ) -> None:
     def save(rank: int, snapshots: Snapshots) -> list[int]:
         snapshots.save({"w": rank}, 1, persist=True)
-        snapshots._unkept = Key(0, 1) if rank == 1 else None
+        assert snapshots._wishes
+        snapshots._wishes._unkept = Key(0, 1) if rank == 1 else None
         snapshots.save({"w": rank}, 2, persist=True)
         return sorted(key.step for key in snapshots._cache.wanted())
 

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import torch
+from torch.distributed import HashStore
 
 from keepstep.checkpoint.api import RandomState
 from keepstep.checkpoint.snapshot import Snapshots, Worker
@@ -48,6 +49,7 @@ class Ranks:
         self.count, self.elastic = count, elastic
         self.rows: dict[int, list[int]] = {}
         self.barrier = threading.Barrier(count, timeout=60)
+        self.store = HashStore()
 
     def gather(self, rank: int, row: list[int]) -> list[list[int]]:
         self.rows[rank] = row
@@ -60,13 +62,20 @@ class Ranks:
         self, served: Any, work: Any, incarnation: int = 0, *, one_node: bool = True, every: int | None = None
     ) -> list[Any]:
         results: list[Any] = [None] * self.count
+        self.store = HashStore()  # as each incarnation has a default group of its own
 
         def one(rank: int) -> None:
             worker = Worker(
                 rank, self.count, self.count if one_node else 1, incarnation, elastic=self.elastic
             )
             storing = None if every is None else Storing("/ckpt", every)
-            snapshots = Snapshots(served.address, worker, lambda row: self.gather(rank, row), storing=storing)
+            snapshots = Snapshots(
+                served.address,
+                worker,
+                lambda row: self.gather(rank, row),
+                storing=storing,
+                store=lambda: self.store,
+            )
             try:
                 results[rank] = work(rank, snapshots)
             except CheckpointError as error:

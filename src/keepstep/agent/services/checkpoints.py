@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups, unexpected
+from keepstep.checkpoint.memory.cache_server import STORAGE_TROUBLE, claim
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import StateSource
 from keepstep.checkpoint.memory.slots import Key
@@ -28,6 +29,10 @@ from keepstep.core.own_folders import write_whole
 logger = logging.getLogger("keepstep.agent")
 
 FILE = "checkpoints.json"  # name of the status file in the node's folder of the run
+_MEND = (
+    "training goes on, and it is tried again: mend that, or start again with another --checkpoint-dir. "
+    "At its end the run waits for what is not there (checkpoint_wait_s; Ctrl-C: no longer), then it is lost"
+)
 _LOOK_S = 0.25
 _TELL_S = 1.0
 _STOP_S = 0.2
@@ -77,6 +82,7 @@ class Checkpoints:
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
         self._told: tuple[list[Key], Key | None, list[str]] | None = None
         self._tell_s = 0.0
+        self._said = False  # whether the launcher was asked to say what keeps steps from storage
 
     def start(self) -> None:
         self._service.start()
@@ -110,7 +116,14 @@ class Checkpoints:
         pending = frozenset(key for key, ready in wished.items() if ready >= ranks) - (whole or frozenset())
         self._declare(pending, whole)
         self.states.pin(self._persister.follow(self.states.sealed()))
+        self._say_trouble(self._persister.lasting_trouble())
         self._tell(pending, whole)
+
+    def _say_trouble(self, trouble: str) -> None:
+        """Have the launcher say, once in a job, what keeps steps from storage."""
+        if trouble and not self._said:
+            self._said = True
+            claim(self._place.cache, STORAGE_TROUBLE, f"{trouble}; {_MEND}")
 
     def _declare(self, pending: frozenset[Key], whole: frozenset[Key] | None) -> None:
         """Tell the persister which steps belong on storage; others are removed once it knows what is there."""

@@ -6,10 +6,12 @@ The kernel frees the memory when the last process that holds a descriptor is gon
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slot import (
     BACKING_SLOTS,
     BOARD_BYTES,
@@ -23,7 +25,7 @@ from keepstep.checkpoint.memory.slot import (
     sealed_memfd,
     size_of,
 )
-from keepstep.checkpoint.memory.slots import Key, kept_slots
+from keepstep.checkpoint.memory.slots import Key, kept_slots, read_header, read_record
 from keepstep.core.errors import CheckpointError
 from keepstep.core.node_memory import available_bytes, total_bytes
 
@@ -57,8 +59,8 @@ def default_limit_bytes() -> int:
 
 
 def gib(nbytes: int) -> str:
-    """A number of bytes in GiB, for messages."""
-    return f"{nbytes / (1 << 30):.2f} GiB"
+    """A number of bytes in GiB, or in MiB where that says more, for messages."""
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 class Cache:
@@ -127,6 +129,27 @@ class Cache:
                 kept[index] = descriptor
             else:
                 kept.append(descriptor)
+
+    def want_newest(self) -> None:
+        """Have the newest snapshot that all ranks which run here have sealed at the same moment brought to storage."""
+        moments: list[dict[Key, int]] = []
+        for rank in (rank for rank in self._slots if rank < MOST_RANKS):
+            moments.append({})
+            for descriptor in self.slots(rank):
+                with (
+                    mapped(descriptor) as slot,
+                    contextlib.suppress(CheckpointError),
+                    memoryview(slot.memory) as view,
+                ):
+                    if record := read_record(view):
+                        moments[-1][record.key] = read_header(view, record).moment
+        together = set[Key]().union(*moments[:1]).intersection(*moments[1:])
+        newest = max((key for key in together if same_moment(own[key] for own in moments)), default=None)
+        for rank in (rank for rank in self._slots if rank < MOST_RANKS):
+            for descriptor in self.slots(rank):
+                with mapped(descriptor) as slot:
+                    if newest and slot.key() == newest:
+                        slot.want(newest)
 
     def wanted(self) -> list[Key]:
         """The keys that all ranks which run here have sealed and that wait for storage, oldest first."""

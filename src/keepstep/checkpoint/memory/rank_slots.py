@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
-from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask, claim
 from keepstep.checkpoint.memory.slot import Board, map_slots
 from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 _DEVICE = re.compile(rb'"cuda:[0-9]+"')
+_OWN_END = re.compile(rb',"first":(true|false),"moment":[0-9]+}$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class RankSlots:
         self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
         self._populating: threading.Thread | None = None
         self._stopped = threading.Event()
+
+    def claim(self, topic: str) -> bool:
+        """Whether nobody of this node has said anything about ``topic`` in this job."""
+        return claim(self._address, topic)
 
     def held(self) -> list[Key | None]:
         """The key of the snapshot in each slot, read from its commit record."""
@@ -128,7 +133,7 @@ class RankSlots:
         self.slots = slots
 
     def digest(self, key: Key) -> int:
-        """A hash of the snapshot ``key`` without rank and device number, to compare ranks; 0 when it is not here."""
+        """A hash of a snapshot without what its rank knows of itself, to compare ranks; 0 when it is not here."""
         for slot in self.slots:
             record = slot.record()
             if record is None or record.key != key:
@@ -137,6 +142,7 @@ class RankSlots:
                 text = bytes(view[record.header_at : record.header_at + record.header_bytes])
                 table = bytes(view[record.table_at : record.table_at + 8 * record.storages])
             plain = _DEVICE.sub(b'"cuda"', text[text.index(b',"world_size":') :])
+            plain = _OWN_END.sub(b"", plain)
             which = native.checksum(key.pack().to_bytes(8, "little"))
             return native.checksum(table, native.checksum(plain, which)) >> 1 or 1
         return 0
@@ -147,10 +153,13 @@ class RankSlots:
             if slot.key() == key:
                 slot.say_alike(key)
 
-    def take(self, complete: Callable[[], Key | None]) -> int | None:
+    def take(
+        self, complete: Callable[[], Key | None], dead: Callable[[Key], bool] = lambda _: False
+    ) -> int | None:
         """Lock a slot for the next snapshot and clear it on the board; None while no slot may be overwritten.
 
-        ``complete`` gives the newest key that all ranks hold; it is called only when no slot is empty.
+        ``complete`` gives the newest key that all ranks hold, and ``dead`` tells of a newer one that some rank never
+        will; they are called only when no slot is empty.
         """
         keys = self.held()
         waiting = {index for index, slot in enumerate(self.slots) if slot.wanted()}
@@ -160,6 +169,8 @@ class RankSlots:
             index = next_slot(keys, newest, busy)
             if index is None and keys and not asked:
                 newest, asked = complete(), True
+                gone = {key for key in keys if key and (newest is None or key > newest) and dead(key)}
+                keys = [None if key in gone else key for key in keys]
                 continue
             if index is None:
                 return None
@@ -176,7 +187,13 @@ class RankSlots:
         """
         keep = tuple(i for i in range(len(self.slots)) if i != index)
         old = self.slots
-        self._open(Reserve(self.rank, nbytes, max(self.count, len(old)), keep))
+        try:
+            self._open(Reserve(self.rank, nbytes, max(self.count, len(old)), keep))
+        except CheckpointError:
+            if index is not None:  # the slot still holds what it held
+                self.board.put(self.rank, index, self.slots[index].key())
+                self.slots[index].unlock()
+            raise
         if index is not None:
             self.slots[index].lock()
         fresh = [slot for slot in self.slots if slot not in old]

@@ -22,6 +22,8 @@ OWN_CACHE = "this node's cache"
 class Restoring:
     """Carries out what `resume.Rank` describes for one rank. ``error`` is the reason when its state cannot be filled.
 
+    ``refused`` has a line for each state that another source has and does not offer.
+
     Attributes:
         state: the state that is to be filled; None for `resume.begin`, which fills none.
         service: client of the agent's restore service; None when there are no sources besides the cache.
@@ -40,6 +42,7 @@ class Restoring:
     left: list[torch.UntypedStorage]
     say: Callable[[str], None]
     error: CheckpointError | None = None
+    refused: tuple[str, ...] = ()
     _offers: dict[Key, Offer] = field(default_factory=dict[Key, Offer])
     _brought: dict[Key, str] = field(default_factory=dict[Key, str])
     _filling: Filling | None = None
@@ -65,8 +68,7 @@ class Restoring:
                 return Elsewhere(troubles=(str(error),))
             self.say(f"{error}; only {OWN_CACHE} is looked at")
             return Elsewhere(unsure=True)
-        for line in offered.refused:
-            self.say(line)
+        self.refused = offered.refused
         for line in offered.troubles:
             self.say(f"{line}: what is there is not looked at")
         troubles = offered.troubles if self.required else ()
@@ -110,6 +112,9 @@ class Restoring:
             self.say(f"the snapshot of rank {self.cache.rank} at step {key.step} is damaged, not restored")
             return Copied.DAMAGED
         return Copied.WELL
+
+    def moment(self, key: Key) -> int:
+        return self._offers[key].header.moment
 
     def drop(self, key: Key) -> None:
         self.cache.drop(self._offers.pop(key).slot)

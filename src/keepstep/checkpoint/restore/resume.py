@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key, agree
 from keepstep.core.errors import CheckpointError
@@ -21,6 +22,10 @@ WIDTH = 4 + 3 * SLOTS_PER_RANK
 
 Row = list[int]
 Rows = list[Row]
+
+
+class SaidByAnother(CheckpointError):
+    """A restore is refused for a reason that another rank knows, and says."""
 
 
 class Copied(IntEnum):
@@ -58,7 +63,7 @@ class Rank(Protocol):
         ...
 
     def begun(self) -> bool:
-        """Whether the cache holds nothing but, at most, the first snapshot of the training, undamaged."""
+        """Whether all that the cache holds was saved before any snapshot was known to be whole, and is undamaged."""
         ...
 
     def elsewhere(self) -> Elsewhere:
@@ -73,8 +78,12 @@ class Rank(Protocol):
         """Copy the bytes of a state in the cache into the live state."""
         ...
 
+    def moment(self, key: Key) -> int:
+        """When the rank saved a state in the cache, as `matching.Moment` packs it; 0: not known."""
+        ...
+
     def drop(self, key: Key) -> None:
-        """Forget a state in the cache, because it is damaged."""
+        """Forget a state in the cache, because it is damaged, or fits those of no other rank."""
         ...
 
     def wanted(self, key: Key) -> bool:
@@ -117,8 +126,9 @@ def keys_of(row: Row) -> frozenset[Key]:
 def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """Bring the newest state that all ranks can have into the live state of each.
 
-    Other sources are asked when the caches alone do not decide: when not all ranks have the same newest state. Ranks
-    that died during the very first snapshot begin anew, because no snapshot was ever whole.
+    Other sources are asked when the caches alone do not decide: when not all ranks have the same newest state.
+    Ranks of which no snapshot was ever whole, because they died over the first ones or do not save the same steps,
+    begin anew. States that were not saved at the same moment are never restored together, whatever their step is.
 
     ``incarnation`` is the launcher's number of the incarnation; the agreed one is at least that.
 
@@ -127,6 +137,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             have one.
     """
     own = set(rank.own())
+    here = frozenset(own)
     rows = yield row_of(own, rank.begun())
     held = _in_caches(rows)
     begun = all(row[0] for row in rows)
@@ -134,23 +145,27 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     talk = _Talk(rank, incarnation, held)
     moved: set[Key] = set()
     lost: set[Key] = set()  # states that another source offered but could not bring
+    unlike: set[Key] = set()  # states that the ranks have not saved at the same moment
     half = ""
     while True:
         found = (yield from talk.elsewhere()) if ask else talk.outside
-        rows = yield row_of(own | (found.keys - lost), bool(lost) or bool(half))
+        others = found.keys - here - unlike
+        rows = yield row_of(own | (found.keys - lost - unlike), bool(lost) or bool(half), bool(others))
+        anew = begun and talk.nothing_new and not any(row[0] or row[1] for row in rows)
         try:
             key = agree({number: keys_of(row) for number, row in enumerate(rows)})
         except CheckpointError as error:
-            if begun and not any(row[0] for row in rows) and talk.nothing_outside:
-                return Agreed(None, talk.incarnation, given_up=_NEVER_WHOLE)
-            raise CheckpointError(
-                f"{half}{error}{talk.why()}, so none is restored; to begin anew on purpose start a new `keepstep run`, "
-                "with another --checkpoint-dir or none"
-            ) from None
+            if anew:
+                return Agreed(None, talk.incarnation, given_up=_UNLIKE if unlike else _NEVER_WHOLE)
+            raise CheckpointError(f"{half}{error}{talk.why()}, so none is restored; {_ANEW}") from None
         if key is None:
             if not ask:
                 ask = True
                 continue
+            if unlike and anew:
+                return Agreed(None, talk.incarnation, given_up=_UNLIKE)
+            if unlike:
+                raise CheckpointError(f"{half}no snapshot is left{talk.why()}, so none is restored; {_ANEW}")
             talk.check_nothing(any(row[0] for row in rows), half)
             return Agreed(None, talk.incarnation)
         result = Copied.WELL
@@ -163,14 +178,21 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
                 lost.add(key)
                 talk.lost.append(str(error))
                 result = Copied.DAMAGED
-        rows = yield row_of((), result)
+        rows = yield row_of((), result, 0 if result else rank.moment(key))
         if any(row[0] for row in rows):
+            ask = True
+            continue
+        if not same_moment(row[1] for row in rows):
+            rank.drop(key)
+            own.discard(key)
+            unlike.add(key)
+            talk.lost.append(f"step {key.step} was not saved at the same moment by all ranks")
             ask = True
             continue
         result = rank.copy(key)
         rows = yield row_of((), result, rank.wanted(key), key in moved, rank.digest(key))
         if any(row[0] == Copied.IMPOSSIBLE for row in rows):
-            raise CheckpointError("another rank could not restore its state: see what it says")
+            raise SaidByAnother("another rank could not restore its state: see what it says")
         if not any(row[0] for row in rows):
             pending = frozenset(one for one in frozenset[Key].intersection(*held) if one < key)
             others = tuple(number for number, row in enumerate(rows) if row[2])
@@ -228,7 +250,7 @@ class _Talk:
     outside: Elsewhere = Elsewhere()
     unreached: bool = False  # whether a source that must answer did not answer some rank
     refused: bool = False  # whether some rank was told of a state that is not offered
-    something: bool = False  # whether some rank was offered a state, or got no answer from a source
+    unsure: bool = False  # whether some rank got no answer from a source
     highest: int = -1  # highest incarnation that any rank was told of
     asked: bool = False
     lost: list[str] = field(default_factory=list[str])
@@ -239,30 +261,36 @@ class _Talk:
         return max(self.least, 1 + max([self.highest, *caches]))
 
     @property
-    def nothing_outside(self) -> bool:
-        """Whether all ranks know that no other source has a state for any of them."""
-        return self.asked and not self.something and not self.unreached and not self.refused
+    def nothing_new(self) -> bool:
+        """Whether every rank knows all that other sources have for it."""
+        return self.asked and not self.unsure and not self.unreached and not self.refused
 
     def elsewhere(self) -> Generator[Row, Rows, Elsewhere]:
         """Ask the other sources, the first time, and exchange the answers between all ranks."""
         if not self.asked:
             self.asked = True
             self.outside = found = self.rank.elsewhere()
-            something = bool(found.keys) or found.unsure
-            rows = yield row_of((), len(found.troubles), len(found.refused), found.incarnation + 1, something)
+            troubles, refused = len(found.troubles), len(found.refused)
+            rows = yield row_of((), troubles, refused, found.incarnation + 1, found.unsure)
             self.unreached, self.refused = any(row[0] for row in rows), any(row[1] for row in rows)
-            self.something = any(row[3] for row in rows)
+            self.unsure = any(row[3] for row in rows)
             self.highest = max(row[2] for row in rows) - 1
         return self.outside
 
     def why(self) -> str:
         """The reasons that this rank knows for states that cannot be had, in parentheses; "" without any."""
         lines = [*dict.fromkeys([*self.lost, *self.outside.refused, *self.outside.troubles])]
+        if len(lines) > _MOST_TOLD:
+            lines[_MOST_TOLD - 1 :] = [f"and {len(lines) - _MOST_TOLD + 1} more like that"]
         return f" ({'; '.join(lines)})" if lines else ""
+
+    def _error(self, what: str) -> CheckpointError:
+        why = self.why()
+        return CheckpointError(what + why) if why else SaidByAnother(what + _ANOTHER)
 
     def check_reached(self) -> None:
         if self.unreached:
-            raise CheckpointError(f"it is not known what other sources have{self.why() or _ANOTHER}")
+            raise self._error("it is not known what other sources have")
 
     def check_nothing(self, lost: bool, half: str) -> None:
         """Raise CheckpointError unless it is certain that there never was a state."""
@@ -271,11 +299,17 @@ class _Talk:
                 f"{half}no snapshot is left{self.why()}: start from the beginning with a fresh process"
             )
         if lost or self.refused:
-            raise CheckpointError(f"there are states, but none that can be had{self.why() or _ANOTHER}")
+            raise self._error("there are states, but none that can be had")
         self.check_reached()
 
 
-_NEVER_WHOLE = "the first snapshot was not whole on all ranks yet: the training begins anew"
+_NEVER_WHOLE = "no snapshot was whole on all ranks yet: the training begins anew"
+_MOST_TOLD = 2  # reasons in a message
+_UNLIKE = (
+    "the ranks have not saved the same steps at the same time, so no snapshot is restored: the training begins anew; "
+    "give save() the same step on all ranks"
+)
+_ANEW = "to begin anew on purpose start a new `keepstep run`, with another --checkpoint-dir or none"
 _NO_CHECKPOINT = "no rank saves or restores a checkpoint"
 _MEND = "mend that, or leave that node out, and start `keepstep run` again"
 _ANOTHER = ": see what another rank says"

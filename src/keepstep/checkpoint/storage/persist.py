@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
-from keepstep.checkpoint.header import MOST_HEADER_BYTES, StateHeader, encode_header
+from keepstep.checkpoint.header import MOST_HEADER_BYTES, Packed, StateHeader, encode_header
+from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slots import Key, SnapshotDamaged, damaged_storages
 from keepstep.checkpoint.storage.backend import Bytes, Storage, safe_name
 from keepstep.checkpoint.storage.manifest import (
@@ -41,6 +42,7 @@ from keepstep.core.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 _LIST_AGAIN_S = 5.0
+_LASTING_TRIES = 3  # failures in a row that are no hiccup of the storage: some seconds
 
 Source = Callable[[Key, int], AbstractContextManager[tuple[StateHeader, memoryview]]]
 """Opens a rank's sealed state of a step in the cache; it is not overwritten while the context is open."""
@@ -65,6 +67,7 @@ class _Place(msgspec.Struct):
     step: Count
     rank: Count
     world_size: Count
+    moment: Packed = 0
 
 
 def write_shard(
@@ -137,23 +140,30 @@ def conclude(
     Raises:
         Incomplete: other ranks' parts are missing, or the leader has not written the manifest yet.
         Damaged: a part of this node is not there any more, or changed.
-        CheckpointError: another node's part is damaged, or there is a file that belongs to no rank.
+        CheckpointError: another node's part is damaged, there is a file that belongs to no rank, or the ranks
+            did not save the step at the same moment.
         OSError: the storage failed.
     """
     if look(storage, key).whole:
         return
     files = storage.files(folder_name(key))
     entries: dict[str, StoredFile] = dict(besides or {})
+    moments: list[int] = []
     for rank in ranks:
         try:
-            entries.update(_entries(storage, key, rank, world_size, files))
+            entries.update(_entries(storage, key, rank, world_size, files, moments))
         except (Incomplete, CheckpointError) as error:  # noqa: PERF203
             raise Damaged(str(error), rank) from None
     if not leader:
         raise Incomplete("no sound manifest is there yet")
     for rank in range(world_size):
         if data_file(rank) not in entries:
-            entries.update(_entries(storage, key, rank, world_size, files))
+            entries.update(_entries(storage, key, rank, world_size, files, moments))
+    if not same_moment(moments):
+        raise CheckpointError(
+            f"{folder_name(key)}: the ranks have not saved it at the same moment: "
+            "give save() the same step on all ranks"
+        )
     manifest = Manifest(key.step, key.incarnation, world_size, entries)
     write_checked(storage, folder_name(key), MANIFEST, encode_manifest(manifest))
     problems = look(storage, key).problems
@@ -227,6 +237,15 @@ class Persister:
         with self._changed:
             unlisted = [self._list_trouble] if self._list_trouble else []
             return unlisted + self._plan.troubles(self._clock())
+
+    def lasting_trouble(self) -> str:
+        """What keeps steps from storage and does not go away by itself, in a line; "": nothing."""
+        with self._changed:
+            found = self._plan.lasting(_LASTING_TRIES)
+            if found is None:
+                return self._list_trouble
+        task, why = found
+        return f"{self._storage.where}: step {task.key.step} of the training is not there: {why}"
 
     def start(self) -> None:
         """Start the thread that carries out the plan."""
@@ -342,9 +361,12 @@ def write_checked(storage: Storage, folder: str, name: str, content: bytes) -> S
 
 
 def _entries(
-    storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int]
+    storage: Storage, key: Key, rank: int, world_size: int, files: dict[str, int], moments: list[int]
 ) -> dict[str, StoredFile]:
-    """The manifest's entries for a rank's two files, from its JSON file. Raises Incomplete when a file is missing."""
+    """The manifest's entries for a rank's two files, from its JSON file, whose moment is added to ``moments``.
+
+    Raises Incomplete when a file is missing.
+    """
     folder, name, data = folder_name(key), header_file(rank), data_file(rank)
     where = f"{folder}/{name}"
     absent = next((one for one in (data, name) if one not in files), None)
@@ -362,6 +384,7 @@ def _entries(
         )
     if files[data] != shard.data.nbytes:
         raise CheckpointError(f"{folder}/{data}: has {files[data]} bytes instead of {shard.data.nbytes}")
+    moments.append(place.moment)
     return {name: stored_file(content), data: shard.data}
 
 

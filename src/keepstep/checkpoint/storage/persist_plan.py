@@ -162,6 +162,11 @@ class PersistPlan:
         """All steps that are whole on storage, wanted or not."""
         return frozenset(key for key, whole in self._stored.items() if whole)
 
+    def lasting(self, tries: int) -> tuple[Task, str] | None:
+        """The task for the oldest wanted step that has failed so often in a row, and why; None without one."""
+        found = [(task, one) for task, one in self._tries.items() if one.failures >= tries]
+        return min(((task, one.error) for task, one in found), key=lambda one: one[0].key, default=None)
+
     def troubles(self, now_s: float) -> list[str]:
         """A line for each thing that keeps a wanted step from storage; oldest step first."""
         lines: list[str] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from keepstep.core.errors import KeepstepError
+from keepstep.core.errors import KeepstepError, UsageError
 from keepstep.launch.command.placement import (
     CACHE,
     CHECKPOINT_DIR,
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from keepstep.checkpoint.memory.cache import Cache
     from keepstep.checkpoint.memory.cache_server import CacheServer
     from keepstep.checkpoint.memory.slots import Key
+    from keepstep.checkpoint.storage.in_use import FolderLock
 
 _POLL_S = 0.1
+_BRIEF_S = 2.0  # what is waited for less long is not worth a line
 _LOOK_S = 0.02
 _MOST_UNLIKE = 4
 """Sealed steps without one that is the same on all ranks before none is expected; it is known a step later."""
@@ -38,6 +41,7 @@ class NodeCache:
     def __init__(self, run: LocalRun) -> None:
         self._run, self._job = run, run.job
         self._made: tuple[Cache, CacheServer] | None = None
+        self._lock: FolderLock | None = None
         self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
 
     @property
@@ -46,8 +50,12 @@ class NodeCache:
         return self._made[1].address if self._made else ""
 
     def environment(self, place: Place) -> dict[str, str]:
-        """Variables by which workers find the cache or, when none can be made, learn why."""
+        """Variables by which workers find the cache or, when none can be made, learn why.
+
+        Raises UsageError when another run uses the folder of the checkpoints.
+        """
         job = self._job
+        self._take_folder(place)
         try:
             if self._made is None:
                 self._made = self._make(place)
@@ -66,16 +74,30 @@ class NodeCache:
             found[FAILURES_PER_DAY] = f"{job.persisting.failures_per_day:g}"
         return found
 
-    async def stored(self, wait_s: float, in_vain: Callable[[], bool]) -> str:
-        """Wait until all is on storage, or ``in_vain()``; returns a line about what is not, else ""."""
+    async def stored(self, wait_s: float, in_vain: Callable[[], bool], *, last: bool) -> str:
+        """Wait until all is on storage, or ``in_vain()``; returns a line about what is not, else "".
+
+        ``last``: the newest step that all ranks of this node have belongs there, too, unless only those do that the
+        script asks for. What keeps steps from storage is said by the agent, and then nothing more is said.
+        """
         if self._made is None or self._job.persisting is None:
             return ""
-        where, deadline_s, said = self._job.persisting.where, time.monotonic() + wait_s, False
+        if last and self._job.persisting.every != 0:
+            self._made[0].want_newest()
+        from keepstep.checkpoint.memory.cache_server import STORAGE_TROUBLE
+
+        where, begun_s, said = self._job.persisting.where, time.monotonic(), False
+        deadline_s = begun_s + wait_s
         while wanted := self._made[0].wanted():
             steps = ", ".join(str(key.step) for key in wanted)
             if in_vain() or time.monotonic() >= deadline_s:
-                return f"step {steps} is not on storage {where} and is lost"
-            if not said:
+                lost = f"step {steps} is not on storage {where} and is lost"
+                return lost if self._made[1].claim(STORAGE_TROUBLE) else ""
+            if (
+                not said
+                and time.monotonic() - begun_s > _BRIEF_S
+                and not self._made[1].claimed(STORAGE_TROUBLE)
+            ):
                 said = True
                 self._run.say(
                     f"waiting for step {steps} to be on storage {where}, at most {wait_s:.0f} s (Ctrl-C: no longer)"
@@ -158,8 +180,24 @@ class NodeCache:
         else:
             self._made[0].renumber({rank: rank - before.first_rank + after.first_rank for rank in ranks})
 
+    def _take_folder(self, place: Place) -> None:
+        """Keep other runs out of the folder of the checkpoints, for all nodes of this one."""
+        if self._job.persisting is None or place.node_rank or self._lock:
+            return
+        from keepstep.checkpoint.storage.in_use import lock_folder
+
+        who = f"the run {self._run.folder} (process {os.getpid()} on {os.uname().nodename})"
+        try:
+            self._lock = lock_folder(self._job.persisting.where, who)
+        except UsageError:
+            if not place.incarnation:  # later, it is a launcher of this very job that still ends
+                raise
+
     def close(self) -> None:
         """Let go of the cache."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
         if self._made:
             cache, server = self._made
             server.close()
@@ -175,7 +213,7 @@ class NodeCache:
         backing = Backing(self._job.nproc, min(copies, nodes - 1))
         cache = Cache(self._job.checkpoint_bytes or default_limit_bytes(), backing)
         try:
-            return cache, CacheServer(cache)
+            return cache, CacheServer(cache, self._run.warn)
         except BaseException:
             cache.close()
             raise

@@ -131,7 +131,7 @@ def test_nothing_is_allocated_beyond_the_limit(served: Served) -> None:
     with (
         serving(limit_bytes=1 << 20) as small,
         giving(served.address) as server,
-        pytest.raises(CheckpointError, match=r"whose limit is 0\.00 GiB"),
+        pytest.raises(CheckpointError, match=r"whose limit is 1\.00 MiB"),
     ):
         fetch(server, small)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.unit.checkpoint.conftest import Served
 from tests.unit.checkpoint.stored_states import same, sample_state, taken
+from torch.distributed import HashStore
 
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slots import Key
@@ -70,10 +71,10 @@ def test_slots_that_hold_something_are_left_alone(
     served: Served, states: CachedStates, tmp_path: Path
 ) -> None:
     worker = Worker(rank=0, world_size=2, local_world_size=2)
-    with closing(Snapshots(served.address, worker, lambda row: [row] * 2)) as snapshots:
+    shared = HashStore()
+    with closing(Snapshots(served.address, worker, lambda row: [row] * 2, store=lambda: shared)) as snapshots:
         for step in (1, 2):
             snapshots.save({"w": torch.ones(10)}, step)
-            snapshots._cache.board.put(1, 0, Key(0, step))  # the other rank keeps up
     store(tmp_path, Key(0, 5), [sample_state(1), sample_state(2)])
     bring(StorageSource(LocalStorage(tmp_path), 2), states, Key(0, 5), 0)
     assert states.held(0) == {Key(0, 1), Key(0, 2), Key(0, 5)}
