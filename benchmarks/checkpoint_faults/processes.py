@@ -341,10 +341,8 @@ def judge(plan: Plan, folder: Path, facts: Facts) -> tuple[list[str], dict[str, 
     notes = {rank: ledger(folder, rank) for rank in range(RANKS)}
     measured: dict[str, Any] = {"refused": facts.refused}
     if plan.storage:
-        if plan.program != "launcher" and facts.promised != STEPS // EVERY * EVERY:
-            why.append(
-                f"the run ended with step {facts.promised} on storage, {STEPS // EVERY * EVERY} was wanted"
-            )
+        if plan.program != "launcher" and facts.promised != STEPS:
+            why.append(f"the run ended with step {facts.promised} on storage, {STEPS} was wanted")
         why += went_on(notes, lambda note: note["run"] > 0, facts.promised, measured)
     for incarnation in range(1, len(plan.kills) + 1):
         promised = min(_newest_sealed(notes[rank], incarnation) for rank in notes)

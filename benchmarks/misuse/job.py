@@ -108,6 +108,8 @@ def main() -> None:
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "own": Own()}
     session = keepstep.Session() if orders.way == "session" else None
+    if session is None:
+        state["random"] = keepstep.checkpoint.RandomState()
     if session is not None:
         start = session.restore(**state)
     elif orders.way == "save":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -149,7 +150,10 @@ def _mounted(folder: Path, nbytes: int) -> Iterator[None]:
 
 
 def _bad_disk(*, read_only: bool) -> Callable[[Job, Path, random.Random], Played]:
-    """Full from the first step on; or it can be written to when the run begins, and not any more later."""
+    """Full from the first step on; or it can be written to when the run begins, and not any more when steps come.
+
+    (A folder that cannot be written to when the run begins is refused before anything is trained.)
+    """
 
     def play(job: Job, folder: Path, chances: random.Random) -> Played:
         storage = folder / "storage"
@@ -158,6 +162,7 @@ def _bad_disk(*, read_only: bool) -> Callable[[Job, Path, random.Random], Played
         with _mounted(storage, (1 << 20) if read_only else 4096 * chances.randint(2, 5)):
             started = Started(job, folder, "run")
             if read_only:
+                _until(started, "run folder")
                 subprocess.run(["mount", "-o", "remount,ro", str(storage)], check=True)
             played.add(job, started.finish())
         return played
@@ -190,8 +195,7 @@ def _two_runs(job: Job, folder: Path, chances: random.Random) -> Played:
 
 
 def _until(started: Started, words: str) -> None:
-    import time
-
+    """Wait until the job has said these words, a minute at most."""
     deadline_s = time.monotonic() + 60
     while not re.search(words, started.said()) and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -150,7 +150,7 @@ def test_the_interval_brings_steps_to_storage_and_the_end_waits_for_them(tmp_pat
     code, said = run(tmp_path, flags=flags, KIND="ddp")
     assert code == 0, said
     stored = sorted(path.parent.name for path in storage.glob("step-*/manifest.json"))
-    assert stored
+    assert stored[-1].startswith("step-0000000012-")  # the last step, which the interval does not divide
     assert "is lost" not in said
     done = subprocess.run(
         [sys.executable, "-m", "keepstep.cli", "checkpoint", "verify", str(storage)],
@@ -173,7 +173,7 @@ def test_training_ends_well_when_storage_cannot_be_written(tmp_path: Path) -> No
     finally:
         del os.environ["KEEPSTEP_CHECKPOINT_WAIT_S"]
     assert code == 0, said
-    assert f"step 5 is not on storage {storage} and is lost" in said
+    assert f" is not on storage {storage} and is lost" in said
     status = subprocess.run(
         [sys.executable, "-m", "keepstep.cli", "status", str(tmp_path / "run")],
         capture_output=True,

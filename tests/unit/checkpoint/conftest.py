@@ -30,6 +30,7 @@ def copy_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 class Served:
     cache: Cache
     address: str
+    said: list[str]
 
 
 @contextmanager
@@ -40,8 +41,9 @@ def serving(limit_bytes: int = 1 << 30, backing: Backing | None = None) -> Itera
     thread.start()
 
     async def begin() -> CacheServer:
-        return CacheServer(cache)
+        return CacheServer(cache, said.append)
 
+    said: list[str] = []
     cache = Cache(limit_bytes, backing)
     server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
 
@@ -50,7 +52,7 @@ def serving(limit_bytes: int = 1 << 30, backing: Backing | None = None) -> Itera
         cache.close()
 
     try:
-        yield Served(cache, server.address)
+        yield Served(cache, server.address, said)
     finally:
         asyncio.run_coroutine_threadsafe(end(), loop).result()
         loop.call_soon_threadsafe(loop.stop)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.unit.checkpoint.trainings import Ranks, alone
 
+from keepstep.checkpoint import pace
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.snapshot import Snapshots, Worker
 from keepstep.checkpoint.storage import wishes as module
@@ -60,6 +61,49 @@ def test_ranks_agree_on_which_steps_go_to_storage(served: Any, empty_service: No
     first, second = Ranks(2).run(served, save, every=1)
     assert first == [[1], [], [], [], [5], [5]]
     assert second == [[1], [1], [1], [1], [5], [5]]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_newest_step_of_all_is_wanted_when_the_job_ends(served: Any, ahead: int) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for number in range(1, 4 - (rank == 1 and not ahead)):  # a rank died before its last save
+            snapshots.save({"w": rank}, number + rank * ahead)
+
+    Ranks(2).run(served, save)
+    served.cache.want_newest()
+    assert served.cache.wanted() == (
+        [] if ahead else [Key(0, 2)]
+    )  # none of all ranks where they do not save alike
+
+
+def test_a_step_that_was_asked_for_in_vain_is_made_up_for_by_the_next(
+    served: Any, empty_service: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "LEAST_S", 0.0)
+    snapshots = Snapshots(served.address, Worker(), alone, storing=Storing("/ckpt", every=0))
+    for number in range(1, 5):
+        snapshots.save({"w": number}, number, persist=True if number < 3 else None)
+        if number == 3:
+            assert snapshots._cache.wanted() == {Key(0, 1)}
+            snapshots._cache.let_go(Key(0, 1))  # it is on storage
+    assert snapshots._cache.wanted() == {Key(0, 4)}
+    snapshots.close()
+
+
+def test_where_slots_for_storage_do_not_fit_those_that_take_turns_serve(
+    served: Any, empty_service: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "LEAST_S", 0.0)
+    served.cache.limit_bytes = 9 << 20
+    snapshots = Snapshots(served.address, Worker(), alone, storing=Storing("/ckpt", every=2))
+    for number in range(1, 8):
+        snapshots.save({"w": torch.ones(1 << 20)}, number)
+        if number == 5:
+            assert snapshots._cache.wanted() == {Key(0, 2)}
+            snapshots._cache.let_go(Key(0, 2))
+    assert len(snapshots._cache.slots) == 2
+    assert snapshots._cache.wanted() == {Key(0, 6)}
+    snapshots.close()
 
 
 def test_what_one_rank_did_not_keep_is_waited_for_no_longer(

@@ -13,7 +13,7 @@ import pytest
 
 from keepstep.checkpoint.memory import cache as caches
 from keepstep.checkpoint.memory.cache import Cache
-from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask
+from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask, claim
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slot import Board, Slot
 from keepstep.checkpoint.memory.slots import Key, Record, write_record
@@ -206,3 +206,12 @@ def test_the_launchers_side_loads_neither_torch_nor_numpy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def test_a_topic_is_claimed_once_in_a_job(served) -> None:  # type: ignore[no-untyped-def]
+    assert [claim(served.address, topic) for topic in ("memory", "memory", "storage")] == [True, False, True]
+    assert served.said == []
+    assert claim(served.address, "disk", "no space left")
+    assert not claim(served.address, "disk", "no space left")
+    assert served.said == ["no space left"]
+    assert claim("keepstep-cache-nobody", "memory")  # better said twice than not at all

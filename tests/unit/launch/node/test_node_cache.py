@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.checkpoint.memory import cache_server
+from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import Place
 from keepstep.launch.node.node_cache import NodeCache
@@ -22,7 +24,7 @@ def test_a_cache_that_cannot_be_made_is_told_to_workers(
     run = ToldRun(tmp_path, job, children=False)
     caching = NodeCache(run)
 
-    def fails(loop: object = None) -> None:
+    def fails(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
@@ -33,3 +35,23 @@ def test_a_cache_that_cannot_be_made_is_told_to_workers(
     assert run.said == [f"no checkpoints are kept in memory: {why}"]
     assert caching.address == ""
     caching.close()
+
+
+def test_a_folder_for_checkpoints_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    async def runs() -> None:
+        flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "train.py"]
+        job = job_from_command_line(flags, {"KEEPSTEP_NODE_NAME": "gpu-7"})
+        first, second = (NodeCache(ToldRun(tmp_path / name, job, children=False)) for name in ("a", "b"))
+        begin = Place(0, 0, 1, 1, "127.0.0.1", 29500)
+        assert "KEEPSTEP_CACHE" in first.environment(begin)
+        assert "KEEPSTEP_CACHE" in first.environment(begin)  # the workers begin again
+        with pytest.raises(UsageError, match=f"checkpoints is in use by the run {tmp_path / 'a'}"):
+            second.environment(begin)
+        assert "KEEPSTEP_CACHE" in second.environment(
+            PLACE
+        )  # a node that takes over from one that still ends
+        first.close()
+        assert "KEEPSTEP_CACHE" in second.environment(begin)
+        second.close()
+
+    asyncio.run(runs())
