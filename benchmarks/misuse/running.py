@@ -70,7 +70,7 @@ class Started:
                     subprocess.Popen(
                         [*command, str(JOB), str(orders)],
                         cwd=folder,
-                        env=environment,
+                        env={**environment, "KEEPSTEP_NODE_NAME": f"node-{node}"},
                         stdin=subprocess.DEVNULL,
                         stdout=console,
                         stderr=subprocess.STDOUT,
@@ -84,11 +84,10 @@ class Started:
         if job.launcher == "torchrun":
             return [sys.executable, "-m", "torch.distributed.run", "--standalone", *share]
         command = [sys.executable, "-m", "keepstep.cli", "run", "--no-check", *share, *job.flags]
-        run = self._run if job.nodes == 1 else self._run / str(node)
-        command += ["--run-dir", str(run)]
+        command += ["--run-dir", str(self._run)]
         if job.nodes > 1:
-            command += ["--nnodes", str(job.nodes), "--rdzv-endpoint", f"127.0.0.1:{port}"]
-            command += ["--rdzv-id", self._run.name, "--node-rank", str(node)]
+            command += ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--no-validate"]
+            command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={int(node == 0)}"]
         return command
 
     def finish(self) -> Ended:
