@@ -124,7 +124,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.control_seeds --parallel $(JOBS) --json benchmarks/results/control-seeds.json
 
 bench: $(DEV)
-	for name in probe gpu changepoint controller locate checkpoint recovery recovery.scale mitigate field busy hostile; do \
+	for name in probe gpu changepoint controller locate checkpoint recovery recovery.scale mitigate field busy hostile misuse; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:
