@@ -21,6 +21,7 @@ WAYS = ("load", "session", "save", "group", "no-watch", "nodes")
 
 _RESTARTS = ("--max-restarts", "1")
 _EVERY = 5  # does not divide STEPS
+_BRIEF_WAIT = {"KEEPSTEP_CHECKPOINT_WAIT_S": "6"}  # at the end of a run, for storage that does not come back
 
 
 @dataclass
@@ -149,25 +150,29 @@ def _mounted(folder: Path, nbytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _bad_disk(*, read_only: bool) -> Callable[[Job, Path, random.Random], Played]:
-    """Full from the first step on; or it can be written to when the run begins, and not any more when steps come.
+def _disk_full(job: Job, folder: Path, chances: random.Random) -> Played:
+    """From the first step on."""
+    job = replace(_stored(job, folder), environment=_BRIEF_WAIT)
+    played = Played()
+    with _mounted(folder / "storage", 4096 * chances.randint(2, 5)):
+        played.add(job, run(job, folder, "run"))
+    return played
 
-    (A folder that cannot be written to when the run begins is refused before anything is trained.)
+
+def _not_writable(job: Job, folder: Path, chances: random.Random) -> Played:
+    """It can be written to when the run begins (else the run is refused), and not any more when steps come.
+
+    A file takes its place: root may write to any folder, and one with a locked file cannot be mounted read-only.
     """
-
-    def play(job: Job, folder: Path, chances: random.Random) -> Played:
-        storage = folder / "storage"
-        job = replace(_stored(job, folder), environment={"KEEPSTEP_CHECKPOINT_WAIT_S": "6"})
-        played = Played()
-        with _mounted(storage, (1 << 20) if read_only else 4096 * chances.randint(2, 5)):
-            started = Started(job, folder, "run")
-            if read_only:
-                _until(started, "run folder")
-                subprocess.run(["mount", "-o", "remount,ro", str(storage)], check=True)
-            played.add(job, started.finish())
-        return played
-
-    return play
+    storage = folder / "storage"
+    job = replace(_stored(job, folder), environment=_BRIEF_WAIT)
+    played = Played()
+    started = Started(job, folder, "run")
+    _until(started, "run folder")
+    storage.rename(folder / "gone")
+    storage.write_text("")
+    played.add(job, started.finish())
+    return played
 
 
 def _killed_in_the_last_save(job: Job, folder: Path, chances: random.Random) -> Played:
@@ -213,8 +218,8 @@ KINDS: dict[str, Kind] = {
     ),
     "other world size": Kind(_then(lambda job: replace(job, ranks=job.ranks + 1)), "this job has", _LOADING),
     "limit too small": Kind(_small_limit, "KEEPSTEP_CHECKPOINT_BYTES"),
-    "disk full": Kind(_bad_disk(read_only=False), "No space left on device", _LOADING, root=True),
-    "folder not writable": Kind(_bad_disk(read_only=True), "Read-only file system", _LOADING, root=True),
+    "disk full": Kind(_disk_full, "No space left on device", _LOADING, root=True),
+    "folder not writable": Kind(_not_writable, "Not a directory", _LOADING),
     "killed in the last save": Kind(_killed_in_the_last_save, "", _LOADING),
     "two runs in one folder": Kind(_two_runs, "is in use by the run", _LOADING),
 }
