@@ -168,7 +168,7 @@ def _not_writable(job: Job, folder: Path, chances: random.Random) -> Played:
     job = replace(_stored(job, folder), environment=_BRIEF_WAIT)
     played = Played()
     started = Started(job, folder, "run")
-    _until(started, "run folder")
+    _until(started, "snapshots of rank 0 take")  # what is there was looked at
     storage.rename(folder / "gone")
     storage.write_text("")
     played.add(job, started.finish())
