@@ -10,13 +10,16 @@ from statistics import median
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis, Incident
 from keepstep.core.summary import IterationSummary
-from keepstep.detect import ChangePointDetector, change_points
+from keepstep.detect import ChangeKind, ChangePoint, ChangePointDetector, change_points
 from keepstep.locate import locate_slow
 
 _AROUND_STEPS = 16  # steps before and after an onset that are compared
 _STALLED = 2.0  # least ratio of a stalled step to the usual one
 _NEIGHBOURS = 8  # steps on either side of one that show what is usual there
 WARM_UP = 5  # first steps, which are slow by nature
+_UNKNOWN = 32  # times after the warm-up by which a detector knows the noise and the level
+_LOOKED_BACK = 128  # first times that are looked at backwards
+_NEARBY = 5  # places by which two tellings of the same change may differ
 _LONGEST_STALL = 2  # steps; more are a slowdown
 _LISTED = 6  # stalls that are told one by one
 
@@ -29,6 +32,7 @@ def slow_episodes(
     ``warm_up``: first times that are not looked at.
     """
     points = change_points(times, ChangePointDetector(warmup=warm_up))
+    points = [*_early_changes(times, warm_up, points), *points]
     ends = [*(point.index for point in points[1:]), len(times)][: len(points)]
     found: list[Incident] = []
     for point, end in zip(points, ends, strict=True):
@@ -44,7 +48,8 @@ def slow_episodes(
                     number=len(found) + 1,
                     kind="slow",
                     onset_step=numbers[point.index],
-                    detected_step=numbers[point.detected_at],
+                    # What was found looking back was seen at no step.
+                    detected_step=numbers[point.detected_at] if point.detected_at > point.index else None,
                     relief_step=None,
                     job_slowdown=after_s / healthy_s,
                     culprits=(),
@@ -56,6 +61,26 @@ def slow_episodes(
                 )
             )
     return found
+
+
+def _early_changes(times: Sequence[float], warm_up: int, later: Sequence[ChangePoint]) -> list[ChangePoint]:
+    """Changes among the first times, of which a detector cannot know yet what is usual.
+
+    Backwards, they come when it knows; those that ``later`` has are left out. The times of the warm-up can only show
+    that the job was faster: no change is among them.
+    """
+    window = times[:_LOOKED_BACK]
+    found: list[ChangePoint] = []
+    for point in change_points(reversed(window), ChangePointDetector(warmup=0)):
+        index = len(window) - point.index
+        if point.kind == "drift" or not warm_up <= index < warm_up + _UNKNOWN:
+            continue
+        kind: ChangeKind = "onset" if point.kind == "relief" else "relief"
+        ratio = 1 / point.ratio
+        one = ChangePoint(index, index, point.after, point.before, ratio, point.confidence, kind)
+        if not later or index < later[0].index - (_NEARBY if (ratio > 1) == (later[0].ratio > 1) else 0):
+            found.append(one)
+    return found[::-1]
 
 
 def stalls(times: Sequence[float], warm_up: int = WARM_UP) -> list[tuple[int, float, float]]:
