@@ -20,6 +20,7 @@ WARM_UP = 5  # first steps, which are slow by nature
 _UNKNOWN = 32  # times after the warm-up by which a detector knows the noise and the level
 _LOOKED_BACK = 128  # first times that are looked at backwards
 _NEARBY = 5  # places by which two tellings of the same change may differ
+_STILL_SLOW = 1.1  # least ratio to the healthy level of a job that is slow though less than before
 _LONGEST_STALL = 2  # steps; more are a slowdown
 _LISTED = 6  # stalls that are told one by one
 
@@ -42,7 +43,8 @@ def slow_episodes(
         healthy_s = open_one.iteration_before_s if open_one and open_one.iteration_before_s else point.before
         if open_one is not None and (point.ratio > 1 or after_s < (healthy_s + point.before) / 2):
             found[-1] = replace(open_one, relief_step=numbers[point.index], status="relieved")
-        if point.ratio > 1:
+        is_partial = open_one is not None and found[-1].status != "open" and after_s > _STILL_SLOW * healthy_s
+        if point.ratio > 1 or is_partial:
             found.append(
                 Incident(
                     number=len(found) + 1,

@@ -60,3 +60,15 @@ def test_slow_first_iterations_are_no_slowdown() -> None:
 def test_noise_is_no_slowdown(noise: float) -> None:
     for seed in range(8):
         assert episodes(times(150, [], noise, seed)) == []
+
+
+@pytest.mark.parametrize(("much", "less"), [(2.3, 1.3), (1.8, 1.2), (3.0, 1.15), (2.0, 1.6)])
+def test_a_job_that_is_still_slow_has_no_relief(much: float, less: float) -> None:
+    for seed in range(3):
+        told = episodes(times(300, [(100, 150, much), (150, 220, less)], seed=seed))
+        assert told in ([(100, 220)], [(100, 150), (150, 220)])
+    lasting = times(200, [(100, 150, 2.3), (150, 201, 1.3)])
+    one, other = slow_episodes(lasting, range(1, 201), "a series")
+    assert (one.relief_step, other.onset_step, other.status) == (150, 150, "open")
+    assert other.iteration_before_s == one.iteration_before_s
+    assert other.job_slowdown == pytest.approx(1.3, rel=0.02)
