@@ -161,7 +161,9 @@ def _hang(told: Timeouts, where: str, world_size: int) -> Incident:
         diagnosis = diagnosis.doubted("the words of other ranks that wait")
     missing.append("stacks and phases: a watchdog tells of none")
     diagnosis = replace(diagnosis, missing=(*diagnosis.missing, *missing))
-    hang = Incident(1, "hang", None, None, None, None, (), (), (f"watchdogs in {where}",), (), status="ended")
+    hang = Incident(
+        1, diagnosis.kind, None, None, None, None, (), (), (f"watchdogs in {where}",), (), status="ended"
+    )
     return judged(hang, diagnosis, len(told.states), world)
 
 

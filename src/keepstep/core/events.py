@@ -140,6 +140,9 @@ ELEMENTS = (
 )  # fmt: skip
 """Element types by torch's names. Their place here plus 1 is in the 5 bits above a record's flags; 0: not known."""
 
+UNTOLD = "elements"
+"""Stands for the element type where only the number of elements is known, which then stands for the bytes."""
+
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BITWISE", "PREMUL_SUM")
 """Reductions by torch's names. Their place here plus 1 is in the highest 3 bits of ``flags``; 0: not known, or none."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from keepstep.core.events import SYNCHRONISING, Op, item_bytes
+from keepstep.core.events import SYNCHRONISING, UNTOLD, Op, item_bytes
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState
 
@@ -172,7 +172,9 @@ def named(call: Call, members: int, *, with_op: bool = True, with_reduction: boo
     words = [Op(call.op).name] if with_op else []
     if with_reduction and call.reduction:
         words.append(call.reduction)
-    if call.element:
+    if call.element == UNTOLD:
+        words.append(f"of {call.bytes} elements")
+    elif call.element:
         part = call.bytes // members if call.op in _OF_PARTS and members else call.bytes
         words.append(f"of {part} B ({part // item_bytes(call.element)} {call.element})")
     return " ".join(words)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from keepstep.core.events import Op
+from keepstep.core.events import UNTOLD, Op
 from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
 from keepstep.traces.log_text import speaker
 
@@ -19,7 +19,7 @@ _FEW = 4  # operations by which the ranks of a group may differ where lines name
 _DEFAULT = "0"  # the name of the group of all ranks
 _TIMEOUT = re.compile(
     r"Rank (\d{1,7})\] Watchdog caught collective operation timeout: "
-    r"WorkNCCL\((?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})"
+    r"WorkNCCL\((?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?NumelIn=(\d{1,15})\b)?"
 )
 _GROUP = re.compile(
     r"\[PG (?:ID )?(?P<id>\d{1,9})(?: PG GUID (?P<guid>[^\s()\]]{1,100}))? ?(?:\((?P<desc>[^()\]]{0,100})\))? "
@@ -41,6 +41,8 @@ _OPS: tuple[tuple[str, Op], ...] = (
     ("SCATTER", Op.SCATTER), ("REDUCE", Op.REDUCE),
 )  # fmt: skip
 _MESSAGES = ("SEND", "RECV")
+# Operations that every member calls with as many elements.
+_ALIKE = (Op.ALLREDUCE, Op.ALLGATHER, Op.REDUCE_SCATTER, Op.BROADCAST, Op.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class _Status:
     enqueued: int
     completed: int
     op: str = ""
+    elements: int | None = None  # that the rank brings; None where that is not told, or need not be alike
 
 
 class WatchdogWords:
@@ -75,7 +78,9 @@ class WatchdogWords:
     def __init__(self) -> None:
         self._descriptions: dict[str, str] = {}
         self._known: dict[int, dict[str, _Status]] = {}  # by rank and group
-        self._timeouts: dict[tuple[int, int], str] = {}  # operation, by rank and sequence number
+        # Operation and elements, by rank and sequence number.
+        self._timeouts: dict[tuple[int, int], tuple[str, int | None]] = {}
+        self._unique = {_DEFAULT}  # names that only one group of the job has
         self._spoke: set[int] = set()  # ranks whose watchdog found a timeout
         self._in_message: set[int] = set()
         self._heard: set[int] = set()
@@ -93,11 +98,16 @@ class WatchdogWords:
         group = _GROUP.search(text)
         if group is not None:
             self._group = group["guid"] or group["id"]
+            if group["guid"]:
+                self._unique.add(self._group)
             if group["desc"]:
                 self._descriptions[self._group] = group["desc"]
         timeout, status = _TIMEOUT.search(text), _STATUS.search(text)
         if timeout is not None:
-            self._timed_out(int(timeout[1]) if labelled is None else labelled, timeout[2], timeout[3])
+            elements = int(timeout[4]) if timeout[4] else None
+            self._timed_out(
+                int(timeout[1]) if labelled is None else labelled, timeout[2], timeout[3], elements
+            )
         if status is not None and (group is not None or labelled is not None):
             # A rank within its group, which only in the group of all ranks is the rank in the job.
             rank = int(group["rank"]) if labelled is None and group is not None else labelled or 0
@@ -131,14 +141,14 @@ class WatchdogWords:
         heard = self._heard | self._spoke | {state.rank for state in states}
         return Timeouts(groups, states, frozenset(waiting), frozenset(heard), dict(self._errors))
 
-    def _timed_out(self, rank: int, seq: str | None, op: str) -> None:
+    def _timed_out(self, rank: int, seq: str | None, op: str, elements: int | None) -> None:
         if rank >= _MOST_RANKS:
             return
         self._spoke.add(rank)
         if op in _MESSAGES:
             self._in_message.add(rank)
         elif seq is not None:
-            self._timeouts[rank, int(seq)] = op
+            self._timeouts[rank, int(seq)] = op, elements
 
     def _count(self, group: str, rank: int, enqueued: int, completed: int, at: int | None) -> None:
         if rank >= _MOST_RANKS:
@@ -167,13 +177,17 @@ class WatchdogWords:
         of several groups, of which nothing is known but that these ranks wait.
         """
         loose: dict[int, tuple[int, str]] = {}
-        for (rank, seq), op in sorted(self._timeouts.items()):
+        for (rank, seq), (op, elements) in sorted(self._timeouts.items()):
             if rank not in self._known:
                 loose.setdefault(rank, (seq, op))
                 continue
-            fitting = [one for one in self._known[rank].values() if one.completed + 1 == seq <= one.enqueued]
-            for one in fitting[:1]:
-                one.op = op
+            own = self._known[rank]
+            fitting = [key for key, one in own.items() if one.completed + 1 == seq <= one.enqueued]
+            for key in fitting[:1]:
+                own[key].op = op
+            # Ranks of two groups may wait at one number, with other sizes.
+            if len(fitting) == 1 and fitting[0] in self._unique and _op(op) in _ALIKE and "SPARSE" not in op:
+                own[fitting[0]].elements = elements
         if not loose:
             return
         numbers = [seq for seq, _ in loose.values()]
@@ -196,7 +210,12 @@ class WatchdogWords:
             entered = min(one.enqueued, one.completed + 1)
             streams.append(StreamProgress(name, op, -1, entered, one.completed))
             if entered > one.completed and rank not in self._in_message:
-                flights.append(OpInFlight(name, op, -1, entered, 0.0))
+                known = one.elements is not None
+                flights.append(
+                    OpInFlight(
+                        name, op, -1, entered, 0.0, bytes=one.elements or 0, element=UNTOLD if known else ""
+                    )
+                )
         return RankState(rank, True, -1, _NO_PHASE, 0.0, 0, 0.0, 0.0, tuple(flights), tuple(streams), "?")
 
 

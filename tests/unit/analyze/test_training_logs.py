@@ -134,6 +134,23 @@ def dumps(rank: int, enqueued: int, completed: int) -> str:
     )
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_brings_another_number_of_elements_is_named(tmp_path: Path, odd: int) -> None:
+    text = "".join(
+        timed_out(r, 501).replace("NumelIn=1", f"NumelIn={7 if r == odd else 1}, NumelOut=1")
+        for r in range(4)
+    )
+    analysis = judged(tmp_path, text)
+    assert culprits(analysis) == [odd]
+    incident = analysis.incidents[0]
+    assert incident.kind == "desync"
+    assert (incident.culprits[0].cause, incident.culprits[0].confidence) == ("another size", "high")
+    others = "0-1,3" if odd == 2 else "1-3"
+    assert incident.culprits[0].detail.startswith(
+        f"rank {odd} in ALLREDUCE of 7 elements, ranks {others} of 1 elements"
+    )
+
+
 @pytest.mark.parametrize("culprit", [0, 3, 7])
 def test_the_rank_that_enqueued_less_is_behind(tmp_path: Path, culprit: int) -> None:
     text = "".join(dumps(r, 807, 807) if r == culprit else timed_out(r, 808) for r in range(8))

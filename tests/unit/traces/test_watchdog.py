@@ -7,10 +7,10 @@ from keepstep.traces.watchdog import Timeouts, WatchdogWords
 DEFAULT = "PG ID 0 PG GUID 0(default_pg)"
 
 
-def timeout(rank: int, seq: int, op: str = "ALLREDUCE", label: bool = True) -> str:
+def timeout(rank: int, seq: int, op: str = "ALLREDUCE", label: bool = True, elements: str = "1") -> str:
     return (
         f"{f'[rank{rank}]:' if label else ''}[E626 06:24:44.903881913 ProcessGroupNCCL.cpp:616] [Rank {rank}] Watchdog "
-        f"caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn=1, NumelOut=1, "
+        f"caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={elements}, NumelOut=1, "
         "Timeout(ms)=600000) ran for 600020 milliseconds before timing out."
     )
 
@@ -113,3 +113,24 @@ def test_ranks_that_wait_in_different_operations_of_unnamed_groups_are_not_compa
 def test_the_rank_counts_before_the_task_of_a_launcher() -> None:
     assert progress(words(["3: " + timeout(24, 808)])) == {24: {"0": (808, 807)}}
     assert progress(words(["[default1]:" + timeout(9, 808)])) == {9: {"0": (808, 807)}}
+
+
+def sizes(told: Timeouts | None) -> dict[int, list[tuple[int, str]]]:
+    assert told is not None
+    return {state.rank: [(one.bytes, one.element) for one in state.in_flight] for state in told.states}
+
+
+def test_elements_count_where_members_must_bring_as_many() -> None:
+    def told(op: str, elements: str = "7", group: str = DEFAULT) -> dict[int, list[tuple[int, str]]]:
+        return sizes(words([timeout(2, 501, op, elements=elements), status(2, 501, 501, 500, group)]))
+
+    counted = {2: [(7, "elements")]}
+    assert told("ALLREDUCE") == told("_ALLGATHER_BASE") == told("BROADCAST") == counted
+    assert told("ALLREDUCE", group="PG ID 3 PG GUID 9(DATA_PARALLEL_GROUP)") == counted
+    assert told("ALLREDUCE", group="PG 0") == counted
+    untold = {2: [(0, "")]}
+    for op in ("ALLTOALL_BASE", "GATHER", "SCATTER", "_ALLREDUCE_SPARSE", "BARRIER"):
+        assert told(op) == untold
+    # A group's number without its name may be that of several groups; what was never counted has a number, too.
+    assert told("ALLREDUCE", group="PG 3") == untold
+    assert told("COALESCED", "18446744073709551615") == untold
