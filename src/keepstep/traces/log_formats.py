@@ -33,13 +33,18 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One iteration. ``seconds`` is the inverse of the speed for formats in `SPEEDS`; ``batch`` is 0 if not told."""
+    """One iteration.
+
+    ``seconds`` is the inverse of the speed for formats in `SPEEDS`. ``batch``, and the samples ``consumed`` since the
+    training began, are 0 if not told.
+    """
 
     format: Format
     number: int
     seconds: float
     batch: int = 0
     bar: Bar | None = None
+    consumed: int = 0
 
 
 _MOST_STEPS = 1e12
@@ -57,6 +62,7 @@ _ITERATION = re.compile(
 _BATCH = re.compile(
     rf"global[ _]batch[ _]size{_IS}(\d{{1,12}}(?:\.\d{{1,12}})?)(K(?![A-Za-z]))?", re.IGNORECASE
 )
+_CONSUMED = re.compile(rf"\bconsumed[ _](?:train[ _])?samples{_IS}(\d{{1,15}})\b(?![.eE])", re.IGNORECASE)
 
 _NEMO_TIME = re.compile(rf"train_step_timing in s\"?{_IS}{_NUMBER}")
 _NEMO_STEP = re.compile(rf"global_step\"?{_IS}{_NUMBER}")
@@ -108,7 +114,14 @@ def _megatron(text: str) -> Reading | None:
         return None
     in_seconds = (time["unit"] or "ms").lower().startswith("s")
     scale = (1.0 if in_seconds else 1e-3) * {"K": 1e3, "M": 1e6}.get((time["times"] or "").upper(), 1.0)
-    return Reading("Megatron", int(numbers[1]), _value(time[2]) * scale, _batch(text))
+    consumed = _CONSUMED.search(text)
+    return Reading(
+        "Megatron",
+        int(numbers[1]),
+        _value(time[2]) * scale,
+        _batch(text),
+        consumed=int(consumed[1]) if consumed else 0,
+    )
 
 
 def _nemo(text: str) -> Reading | None:

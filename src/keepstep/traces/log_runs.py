@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from keepstep.traces import log_formats, rank_timers, watchdog
 from keepstep.traces.log_formats import FORMATS, Bar, Format, Reading, reading
@@ -218,5 +219,23 @@ def _of_job(told: Iterable[Mapping[int, Reading]]) -> Iterator[LoggedIteration]:
     if bars:
         yield from (LoggedIteration(number, seconds) for number, seconds in step_times(bars))
         return
+    batches = _batches(slowest)
     for number, one in sorted(slowest.items()):
-        yield LoggedIteration(number, one.seconds, one.batch)
+        yield LoggedIteration(number, one.seconds, batches[number])
+
+
+def _batches(told: Mapping[int, Reading]) -> dict[int, int]:
+    """The batch size of each iteration: as it is told, or by how much the samples consumed have grown since the last.
+
+    That growth is a batch size only where most iterations have that of the one before.
+    """
+    sizes = {number: one.batch for number, one in sorted(told.items())}
+    if any(sizes.values()) or not all(one.consumed for one in told.values()) or len(told) < 2:
+        return sizes
+    grown = [
+        max(round((told[number].consumed - told[last].consumed) / (number - last)), 0)
+        for last, number in pairwise(sizes)
+    ]
+    if 2 * sum(size == before for before, size in pairwise(grown)) < len(grown):
+        return sizes
+    return dict(zip(sizes, [grown[0], *grown], strict=True))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,30 @@ def test_another_batch_size_is_no_slowdown_and_hides_none(tmp_path: Path) -> Non
         + megatron(range(200, 280))
     )
     assert near(found(judged(tmp_path, text)), [(140, 170)])
+
+
+def consumed(sizes: Sequence[int], slow: range = range(0)) -> str:
+    """A log without batch sizes: iterations whose time grows with the size, and the samples consumed so far."""
+    chance = random.Random(len(sizes))
+    total = 0
+    text = ""
+    for n, size in enumerate(sizes, 1):
+        total += size
+        ms = (1000 + 5 * size) * chance.uniform(0.99, 1.01) * (1.5 if n in slow else 1)
+        text += f" iteration {n:8d}/   50000 | consumed samples: {total:12d} | "
+        text += f"elapsed time per iteration (ms): {ms:.1f} |\n"
+    return text
+
+
+def test_samples_consumed_tell_the_batch_size(tmp_path: Path) -> None:
+    ramp = [32 * (1 + n // 60) for n in range(300)]
+    assert found(judged(tmp_path, consumed(ramp))) == []
+    assert near(found(judged(tmp_path, consumed(ramp, range(140, 165)))), [(140, 165)])
+
+
+def test_samples_that_differ_each_time_are_no_batch_sizes(tmp_path: Path) -> None:
+    packed = [60 + n * 7 % 13 for n in range(200)]
+    assert near(found(judged(tmp_path, consumed(packed, range(100, 150)))), [(100, 150)])
 
 
 def test_single_stalls_are_told_and_are_no_slowdown(tmp_path: Path) -> None:
