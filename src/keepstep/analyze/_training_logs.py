@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, hypot, sqrt
 from statistics import median, median_low
 
 from keepstep.analyze._episodes import WARM_UP, judged, slow_episodes, stalls, stalls_told
@@ -22,6 +22,9 @@ _EXPLAINS = 0.5  # part of it from which that rank alone is the reason
 _ALIKE = 0.5  # part of the greatest growth; ranks above it cannot be told apart
 _LEAST_TIMES = 3  # iterations with times of ranks, before and during a slowdown
 _FEW = 1 / 3  # the largest share of the waiting ranks that may be suspected for their silence
+_SLOWER = 1.1  # least ratio of a run's iterations to those of the run before
+_SURE = 5  # standard errors by which they differ at least
+_LEAST_HEALTHY = 8  # iterations of each
 _JOB_ONLY = "times per rank: the log has the job's iteration time only"
 
 
@@ -29,10 +32,12 @@ def in_training_log(log: TrainingLog, name: str) -> tuple[tuple[Incident, ...], 
     """The incidents in a log, and what is missing to say more. ``name``: of the file."""
     incidents: list[Incident] = []
     missing: list[str] = list(log.missing)
+    before: dict[int, _Usual] = {}
     for place, run in enumerate(log.runs):
         where = f"run {place + 1} of {len(log.runs)} in {name}" if len(log.runs) > 1 else name
         found = _slowdowns(run, where, log.speed)
         missing += stalls_told(_stalls(run, found), where, "iteration")
+        missing += _slower_than(before, run, found, place, where, log.speed)
         if run.timeouts is not None:
             found.append(_hang(run.timeouts, where, log.world_size))
         incidents += [replace(one, incarnation=place) for one in found]
@@ -68,6 +73,50 @@ def _slowdowns(run: LoggedRun, where: str, speed: str) -> list[Incident]:
             one = judged(incident, diagnosis, len(ranks), max(ranks, default=-1) + 1)
             found.append(_in_speeds(one, speed) if speed else one)
     return sorted(found, key=lambda one: one.onset_step or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """What an iteration usually takes in a run outside of slowdowns, and the error of that (both seconds)."""
+
+    run: int
+    seconds: float
+    error_s: float
+
+
+def _slower_than(
+    before: dict[int, _Usual], run: LoggedRun, slow: Sequence[Incident], place: int, where: str, speed: str
+) -> list[str]:
+    """Lines on a run that is slower throughout than the last one with iterations of the same batch size.
+
+    ``before``: by batch size, of the last run that had it; it is kept up to date.
+    """
+    lines: list[str] = []
+    spans = [(one.onset_step or 0, one.relief_step) for one in slow]
+    for alike in _workloads(run):
+        times = [
+            one.seconds
+            for one in alike[_warm_up([one.number for one in alike]) :]
+            if not any(onset <= one.number and (end is None or one.number < end) for onset, end in spans)
+        ]
+        if len(times) < _LEAST_HEALTHY:
+            continue
+        usual = median(times)
+        spread = 1.4826 * median(abs(one - usual) for one in times)
+        now = _Usual(place, usual, 1.25 * spread / sqrt(len(times)))
+        last = before.get(alike[0].batch)
+        before[alike[0].batch] = now
+        if last is None or usual < _SLOWER * last.seconds:
+            continue
+        if usual - last.seconds < _SURE * hypot(now.error_s, last.error_s):
+            continue
+        if speed:
+            told = f"{speed} a second: {_speed(1 / last.seconds)} -> {_speed(1 / usual)}"
+        else:
+            told = f"iteration {last.seconds:.3g} s -> {usual:.3g} s"
+        ratio = usual / last.seconds
+        lines.append(f"why {where} is slower throughout than run {last.run + 1}: {told} (×{ratio:.2f})")
+    return lines
 
 
 def _in_speeds(incident: Incident, unit: str) -> Incident:

@@ -67,6 +67,29 @@ def test_another_batch_size_is_no_slowdown_and_hides_none(tmp_path: Path) -> Non
     assert near(found(judged(tmp_path, text)), [(140, 170)])
 
 
+def test_a_run_that_is_slower_throughout_is_told(tmp_path: Path) -> None:
+    one, slower = megatron(range(1, 120), slow=range(60, 90)), megatron(range(101, 200), 1.4)
+    analysis = judged(tmp_path, one + slower + megatron(range(150, 260), 1.41))
+    assert near(found(analysis), [(60, 90)])
+    told = [line for line in analysis.missing if "slower" in line]
+    assert len(told) == 1
+    assert (
+        "run 2 of 3 in train.log is slower throughout than run 1: iteration 1 s -> 1.4 s (×1.40)" in told[0]
+    )
+
+
+def test_runs_alike_or_with_other_work_are_not_slower(tmp_path: Path) -> None:
+    one = megatron(range(1, 120))
+    for other in (
+        megatron(range(101, 200), 1.05),
+        megatron(range(101, 200), 0.7),
+        megatron(range(101, 200), 2.0, 128),
+        megatron(range(101, 200), slow=range(110, 190)),
+        megatron(range(101, 112), 1.5),
+    ):
+        assert not any("slower" in line for line in judged(tmp_path, one + other).missing)
+
+
 def consumed(sizes: Sequence[int], slow: range = range(0)) -> str:
     """A log without batch sizes: iterations whose time grows with the size, and the samples consumed so far."""
     chance = random.Random(len(sizes))
