@@ -24,8 +24,9 @@ from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
 from keepstep.traces.dump_files import dumps_at_the_top, dumps_below, find_dumps, is_dump, ranks_of
 from keepstep.traces.flight_recorder import read_dumps
+from keepstep.traces.log_text import is_text, utf16_encoding
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
-from keepstep.traces.training_log import looks_like_training_log, read_training_log
+from keepstep.traces.training_log import EXPECTED, looks_like_training_log, read_training_log
 
 _FORMATS = (
     "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log "
@@ -108,7 +109,12 @@ def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
         return _training_log(path)
     if is_dump(path):
         raise TraceError(f"{path}: is the dump of one rank; give the folder with the dumps of all ranks")
-    raise TraceError(f"{path}: is no trace that keepstep knows; give {_FORMATS}")
+    if encoding := utf16_encoding(path):
+        raise TraceError(
+            f"{path}: is text in UTF-16; give it in UTF-8: iconv -f {encoding} -t UTF-8 {path.name}"
+        )
+    lines = f"; lines of a training log that are known: {EXPECTED}" if is_text(path) else ""
+    raise TraceError(f"{path}: is no trace that keepstep knows; give {_FORMATS}{lines}")
 
 
 def _folder(path: Path, layout: ParallelLayout | None) -> Analysis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import re
@@ -14,6 +15,7 @@ from keepstep.core.regular_files import open_regular
 
 LONGEST_LINE = 1 << 12  # bytes; what a line has beyond is not looked at
 _CHUNK = 1 << 20
+_HEAD_BYTES = 4096
 _UNPACKED_BYTES = 16 << 20  # beyond which a compressed file may have
 _MOST_RATIO = 300  # times its size unpacked; logs have 5 to 100 times
 _MOST_UNPACKED_BYTES = 512 << 20
@@ -46,6 +48,31 @@ def text_lines(path: Path, skipped_bytes: int = 0) -> Iterator[bytes]:
             rest = rest[:LONGEST_LINE]
         if rest:
             yield rest
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file, plain or gzipped, begins with text in UTF-8."""
+    with contextlib.suppress(OSError, EOFError):
+        head = next(text_lines(path), b"")[:_HEAD_BYTES]
+        # A character may be cut at the end.
+        text = head.decode(errors="ignore")
+        return bool(head) and len(text.encode()) >= len(head) - 3 and "\0" not in text
+    return False
+
+
+def utf16_encoding(path: Path) -> str:
+    """The encoding of a file that begins with text in UTF-16, by iconv's names; "" for others.
+
+    Every second byte of such text is mostly zero, and no other. PowerShell writes it.
+    """
+    with open_regular(path) as raw:
+        head = raw.read(_HEAD_BYTES)
+    first, second = head[::2].count(0), head[1::2].count(0)
+    if min(first, second) > 0 or len(head) < 8 or 8 * max(first, second) < 3 * len(head):
+        return ""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    return "UTF-16LE" if second else "UTF-16BE"
 
 
 def _unpacked(raw: BinaryIO, path: Path) -> Iterator[bytes]:

@@ -19,11 +19,12 @@ from keepstep.traces.log_text import plain_text, text_lines
 from keepstep.traces.watchdog import WatchdogWords
 
 _HEAD_BYTES = 16 << 20  # of a file that are searched to recognise a log
-_EXPECTED = (
+EXPECTED = (
     "'iteration N/M | … elapsed time per iteration (ms): T' of Megatron-LM, 'train_step_timing in s' of NeMo, "
     "'step: N … tps: T' of torchtitan, 'global_step=N, … CurrSamplesPerSec=S' of DeepSpeed, a progress bar with 'it/s' "
     "(Lightning), or a timeout of NCCL's watchdog"
 )
+"""The lines that are known, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def read_training_log(path: Path) -> TrainingLog:
             raise TraceError(f"{path}: cannot be read: {error}") from error
         missing.append(f"{path.name}: ends early ({error})")
     if log.empty:
-        raise TraceError(f"{path}: has no line that tells of an iteration; known are {_EXPECTED}")
+        raise TraceError(f"{path}: has no line that tells of an iteration; known are {EXPECTED}")
     chosen, runs = log.runs()
     if log.room == 0:
         missing.append(f"{path.name}: only its first {MOST_READINGS} lines of iterations are used; split it")

@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.analyze import Analysis, analyze
 from keepstep.cli import main
+from keepstep.core.errors import TraceError
 
 
 def megatron(
@@ -255,3 +256,19 @@ def test_a_file_that_tells_nothing_is_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "train.log").write_text("hello\n")
     assert main(["analyze", str(tmp_path / "train.log")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE"])
+def test_a_log_in_utf16_is_refused_with_the_command_that_converts_it(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "train.log").write_bytes(megatron(range(1, 40)).encode(encoding))
+    with pytest.raises(TraceError, match=f"train.log: is text in UTF-16; .* iconv -f {encoding} -t UTF-8"):
+        analyze(tmp_path / "train.log")
+
+
+def test_a_log_of_a_framework_that_is_not_known_says_which_lines_are(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("Übung 1: loss 2.3, took 1.0 s\nÜbung 2: loss 2.2, took 1.1 s\n")
+    with pytest.raises(TraceError, match=r"train.log: is no trace .*elapsed time per iteration \(ms\): T'"):
+        analyze(tmp_path / "train.log")
+    (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
+    with pytest.raises(TraceError, match=r"operation table \(Parquet\)$"):
+        analyze(tmp_path / "noise")
