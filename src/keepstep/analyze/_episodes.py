@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis, Incident
@@ -20,9 +21,29 @@ WARM_UP = 5  # first steps, which are slow by nature
 _UNKNOWN = 32  # times after the warm-up by which a detector knows the noise and the level
 _LOOKED_BACK = 128  # first times that are looked at backwards
 _NEARBY = 5  # places by which two tellings of the same change may differ
-_STILL_SLOW = 1.1  # least ratio to the healthy level of a job that is slow though less than before
+_SLOW = 1.095  # least ratio to the healthy level: 10 %, as well as levels are known
+_SENSED = 0.08  # least change that is looked for: of those near 10 %, all times decide
+_ALIKE = 1.04  # least ratio of two levels that are not one
+_FEW = 8  # times that show no level well
+_SHORTEST = 3  # times of a level
+_NEARBY_EDGE = 12  # places by which the first proof of a change may be off its place
 _LONGEST_STALL = 2  # steps; more are a slowdown
 _LISTED = 6  # stalls that are told one by one
+
+
+@dataclass(frozen=True, slots=True)
+class _Regime:
+    """Times from place ``begin`` until before ``end``; ``detected_at``: the time that proved them to be other."""
+
+    begin: int
+    end: int
+    detected_at: int
+    level_s: float
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it has too few times to know its level well."""
+        return self.end - self.begin < _FEW
 
 
 def slow_episodes(
@@ -32,37 +53,104 @@ def slow_episodes(
 
     ``warm_up``: first times that are not looked at.
     """
-    points = change_points(times, ChangePointDetector(warmup=warm_up))
-    points = [*_early_changes(times, warm_up, points), *points]
-    ends = [*(point.index for point in points[1:]), len(times)][: len(points)]
     found: list[Incident] = []
-    for point, end in zip(points, ends, strict=True):
+    regimes = _regimes(times, warm_up)
+    healthy_s = regimes[0].level_s if regimes else 0.0
+    for last, regime in pairwise(regimes):
         open_one = found[-1] if found and found[-1].status == "open" else None
-        # All iterations until the next change are known: their median is better than the detector's estimate.
-        after_s = median(times[min(point.index + 2, end - 1) : end])
-        healthy_s = open_one.iteration_before_s if open_one and open_one.iteration_before_s else point.before
-        if open_one is not None and (point.ratio > 1 or after_s < (healthy_s + point.before) / 2):
-            found[-1] = replace(open_one, relief_step=numbers[point.index], status="relieved")
-        is_partial = open_one is not None and found[-1].status != "open" and after_s > _STILL_SLOW * healthy_s
-        if point.ratio > 1 or is_partial:
-            found.append(
-                Incident(
-                    number=len(found) + 1,
-                    kind="slow",
-                    onset_step=numbers[point.index],
-                    # What was found looking back was seen at no step.
-                    detected_step=numbers[point.detected_at] if point.detected_at > point.index else None,
-                    relief_step=None,
-                    job_slowdown=after_s / healthy_s,
-                    culprits=(),
-                    victims=(),
-                    evidence=(source,),
-                    missing=(),
-                    iteration_before_s=healthy_s,
-                    iteration_after_s=after_s,
-                )
+        is_slow = regime.level_s >= _SLOW * healthy_s
+        if open_one is not None and is_slow:
+            now_s = open_one.iteration_after_s or healthy_s
+            if last.is_short:
+                level_s = regime.level_s
+                found[-1] = replace(open_one, iteration_after_s=level_s, job_slowdown=level_s / healthy_s)
+            if last.is_short or regime.is_short or (healthy_s + now_s) / 2 <= regime.level_s < _SLOW * now_s:
+                continue
+        if open_one is not None:
+            found[-1] = replace(open_one, relief_step=numbers[regime.begin], status="relieved")
+        if not is_slow:
+            # Small shifts without a slowdown between them must not add up unseen.
+            healthy_s = regime.level_s if open_one is not None else min(healthy_s, regime.level_s)
+            continue
+        found.append(
+            Incident(
+                number=len(found) + 1,
+                kind="slow",
+                onset_step=numbers[regime.begin],
+                # What was found looking back was seen at no step.
+                detected_step=numbers[regime.detected_at] if regime.detected_at > regime.begin else None,
+                relief_step=None,
+                job_slowdown=regime.level_s / healthy_s,
+                culprits=(),
+                victims=(),
+                evidence=(source,),
+                missing=(),
+                iteration_before_s=healthy_s,
+                iteration_after_s=regime.level_s,
             )
+        )
     return found
+
+
+def _regimes(times: Sequence[float], warm_up: int) -> list[_Regime]:
+    """Stretches of times with a level of their own.
+
+    Changes too small for an incident are looked for, too: of all times the levels are known better than from the few
+    that prove a change, and those that turn out to be alike are one.
+    """
+    if len(times) <= warm_up:
+        return []
+    points = change_points(times, ChangePointDetector(warmup=warm_up, min_change=_SENSED))
+    points = [*_early_changes(times, warm_up, points), *points]
+    begins = [warm_up, *(point.index for point in points), len(times)]
+    found: list[_Regime] = []
+    for place, (begin, end) in enumerate(pairwise(begins)):
+        detected_at = points[place - 1].detected_at if place else begin
+        level_s = _level(times, begin, end)
+        if place < len(points):
+            before_s = points[place].before
+            has_crept = points[place].kind == "drift" and 1 <= level_s / before_s < _SLOW
+            if has_crept or (place == 0 and end - begin < _FEW):
+                # The level from which small steps began, or that the warm-up shows, too.
+                level_s = before_s
+        one = _Regime(begin, end, detected_at, level_s)
+        found.append(one)
+        while len(found) > 1:
+            last, one = found[-2:]
+            if max(last.level_s, one.level_s) >= _ALIKE * min(last.level_s, one.level_s):
+                break
+            level_s = _level(times, last.begin, one.end)
+            found[-2:] = [_Regime(last.begin, one.end, last.detected_at, level_s)]
+    for place in range(1, len(found)):
+        last, one = found[place - 1 : place + 1]
+        begin = _parted(times, last, one)
+        found[place - 1 : place + 1] = [replace(last, end=begin), replace(one, begin=begin)]
+    return found
+
+
+def _level(times: Sequence[float], begin: int, end: int) -> float:
+    """The mean of the middle half of the times, without the first two, in which a change may not be whole.
+
+    Where times alternate, a median would be either of the two.
+    """
+    ordered = sorted(times[min(begin + 2, end - 1) : end])
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])
+
+
+def _parted(times: Sequence[float], last: _Regime, one: _Regime) -> int:
+    """Where the times, all looked at, part best into those of one level and those of the next."""
+    first = max(one.begin - _NEARBY_EDGE, min(last.begin + _SHORTEST, one.begin))
+    places = range(first, min(one.begin + _NEARBY_EDGE, max(one.end - _SHORTEST, one.begin)) + 1)
+    low, high = sorted((last.level_s, one.level_s))
+    reach = (high - low) / 2  # by which a single time may lie beyond the levels, so that no spike decides
+    best = math.inf, 0, one.begin
+    cost = 0.0
+    for place in places:
+        best = min(best, (cost, abs(place - one.begin), place))
+        time = min(max(times[place], low - reach), high + reach)
+        cost += (time - last.level_s) ** 2 - (time - one.level_s) ** 2
+    return best[2]
 
 
 def _early_changes(times: Sequence[float], warm_up: int, later: Sequence[ChangePoint]) -> list[ChangePoint]:
@@ -73,7 +161,7 @@ def _early_changes(times: Sequence[float], warm_up: int, later: Sequence[ChangeP
     """
     window = times[:_LOOKED_BACK]
     found: list[ChangePoint] = []
-    for point in change_points(reversed(window), ChangePointDetector(warmup=0)):
+    for point in change_points(reversed(window), ChangePointDetector(warmup=0, min_change=_SENSED)):
         index = len(window) - point.index
         if point.kind == "drift" or not warm_up <= index < warm_up + _UNKNOWN:
             continue

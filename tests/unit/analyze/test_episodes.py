@@ -72,3 +72,29 @@ def test_a_job_that_is_still_slow_has_no_relief(much: float, less: float) -> Non
     assert (one.relief_step, other.onset_step, other.status) == (150, 150, "open")
     assert other.iteration_before_s == one.iteration_before_s
     assert other.job_slowdown == pytest.approx(1.3, rel=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.004, 0.015])
+def test_a_slowdown_of_ten_percent_has_its_onset_and_relief(noise: float) -> None:
+    for seed in range(6):
+        ((onset, relief),) = episodes(times(300, [(90, 170, 1.1)], noise, seed))
+        assert onset is not None
+        assert abs(onset - 90) <= 3
+        assert relief is not None
+        assert abs(relief - 170) <= 3
+
+
+@pytest.mark.parametrize("ratio", [1.5, 1.8])
+def test_a_slowdown_in_every_second_iteration_is_one(ratio: float) -> None:
+    for seed in range(4):
+        alternating = [(n, n + 1, ratio) for n in range(100, 200, 2)]
+        ((onset, relief),) = episodes(times(300, alternating, seed=seed))
+        assert onset is not None
+        assert abs(onset - 100) <= 4
+        assert relief is not None
+        assert abs(relief - 200) <= 4
+
+
+def test_small_shifts_that_add_up_are_a_slowdown() -> None:
+    (told,) = episodes(times(400, [(100, 401, 1.06), (200, 401, 1.06)], 0.004))
+    assert told == (200, None)
