@@ -77,7 +77,26 @@ def _find_roots(known: HangEvidence) -> Roots:
         ranks = tuple(sorted(awaited - blocked))
         if ranks:
             return Roots(ranks, blocked, level == 0)
+        if level == 0 and _all_wait_for_silent(known, blocking):
+            break
     return Roots((), blocked, False)
+
+
+def _all_wait_for_silent(known: HangEvidence, blocking: Sequence[Pending]) -> bool:
+    """Whether everybody waits for a silent rank, directly or through others, by traces of what devices are in.
+
+    A device works in order, so in a trace a send in flight is a wait as good as any other.
+    """
+    explained = {rank for p in blocking if p.unknown for rank in p.waiting}
+    waiting = {rank for p in blocking for rank in p.waiting}
+    if not explained or any(known.states[rank].process_state != UNKNOWN_PROCESS for rank in waiting):
+        return False
+    grows = True
+    while grows:
+        before = len(explained)
+        explained.update(rank for p in blocking if not explained.isdisjoint(p.absent) for rank in p.waiting)
+        grows = len(explained) > before
+    return explained == waiting
 
 
 def _still_sends(known: HangEvidence, message: Pending) -> bool:

@@ -1,0 +1,108 @@
+"""Hangs by their flight-recorder dumps: who is named, and how surely. Calls are numbered as torch numbers them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.analyze import analyze
+from keepstep.core.incident import Incident
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a rank, in the default group of all ranks unless said otherwise."""
+
+    op: str = "all_reduce"
+    done: bool = True
+    peer: int = -1
+    line: int = 50
+    size: int = 64
+
+
+def send(peer: int, done: bool = True, **more: Any) -> Call:
+    return Call("send", done, peer, **more)
+
+
+def recv(peer: int, done: bool = True, **more: Any) -> Call:
+    return Call("recv", done, peer, **more)
+
+
+def entries_of(rank: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    collectives = messages = 0
+    found: list[dict[str, Any]] = []
+    for number, call in enumerate(calls):
+        is_message = call.peer >= 0
+        messages += is_message
+        collectives += not is_message
+        arrow = "->" if call.op == "send" else "<-"
+        found.append({
+            "record_id": number, "pg_id": 0, "process_group": ("0", "default_pg"),
+            "profiling_name": f"nccl:{call.op} {rank}{arrow}{call.peer}" if is_message else f"nccl:{call.op}",
+            "collective_seq_id": collectives, "p2p_seq_id": messages, "is_p2p": is_message,
+            "state": "completed" if call.done else "scheduled", "retired": call.done,
+            "time_created_ns": 1_000_000_000 * (number + 1),
+            "frames": [{"name": "<module>", "filename": "/home/me/train.py", "line": call.line}],
+            "input_sizes": [[call.size]], "output_sizes": [[call.size]], "input_dtypes": ["BFloat16"],
+        })  # fmt: skip
+    return found
+
+
+def write(folder: Path, job: Mapping[int, Sequence[Call]], world: int = 0) -> None:
+    everybody = list(range(world or len(job)))
+    for rank, calls in job.items():
+        entries = entries_of(rank, calls)
+        own = [one["collective_seq_id"] for one in entries if not one["is_p2p"]]
+        done = [one["collective_seq_id"] for one in entries if not one["is_p2p"] and one["retired"]]
+        counts = {
+            "last_enqueued_collective": max(own, default=0),
+            "last_completed_collective": max(done, default=0),
+        }
+        content = {
+            "version": "2.9", "pg_config": {"0": {"desc": "default_pg", "ranks": str(everybody)}},
+            "pg_status": {"0": counts}, "entries": entries,
+        }  # fmt: skip
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
+
+
+def incident_of(folder: Path, job: Mapping[int, Sequence[Call]], world: int = 0) -> Incident:
+    write(folder, job, world)
+    (incident,) = analyze(folder).incidents
+    return incident
+
+
+def named(incident: Incident) -> dict[int | None, str]:
+    """The confidence by rank."""
+    return {culprit.rank: culprit.confidence for culprit in incident.culprits}
+
+
+def pipeline(stages: int, stuck: int, batches: int = 3, before: Sequence[Call] = ()) -> dict[int, list[Call]]:
+    """A pipeline whose ``stuck`` stage has got ``batches`` micro-batches and is still busy with the last of them."""
+    job: dict[int, list[Call]] = {}
+    for rank in range(stages):
+        ahead = stuck - rank if rank < stuck else 0  # a stage before it has sent as many more
+        sent, got = (batches - 1 + ahead, batches + ahead) if rank <= stuck else (batches - 1, batches - 1)
+        calls = list(before)
+        for number in range(max(sent, got)):
+            calls += [recv(rank - 1)] * (rank > 0 and number < got)
+            calls += [send(rank + 1)] * (rank < stages - 1 and number < sent)
+        if rank < stuck:
+            calls.append(send(rank + 1, done=False))
+        elif rank > stuck:
+            calls.append(recv(rank - 1, done=False))
+        job[rank] = calls
+    return job
+
+
+@pytest.mark.parametrize(("stages", "stuck"), [(4, 2), (4, 3)])
+def test_in_a_pipeline_all_wait_for_the_stage_without_a_dump(tmp_path: Path, stages: int, stuck: int) -> None:
+    job = pipeline(stages, stuck)
+    del job[stuck]
+    incident = incident_of(tmp_path, job, stages)
+    assert named(incident) == {stuck: "low"}
+    assert incident.culprits[0].cause == "silent"
