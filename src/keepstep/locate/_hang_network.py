@@ -8,7 +8,8 @@ from dataclasses import replace
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import LinkState, RankState
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence
+from keepstep.locate._calls import ranks_of
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
@@ -36,7 +37,8 @@ def diagnose_silent(known: HangEvidence, p: Pending) -> Diagnosis:
         found = _diagnose_bad_paths(known, [one for one in known.pending if one.unknown], cut)
     else:
         culprits = tuple(_silent_culprit(known, rank, p, pairs) for rank in order[:MAX_CULPRITS])
-        found = known.diagnosis(culprits, set(order), p, ())
+        culprits += _idle_partners(known, order)
+        found = known.diagnosis(culprits, {one.rank for one in culprits if one.rank is not None}, p, ())
     missing = (f"states of ranks {fold_ranks(order)}: reach their nodes by another way",)
     evidence = (*found.evidence, *known.paths.lines(pairs))
     return replace(found, evidence=evidence, missing=missing, paths=tuple(pairs))
@@ -61,6 +63,20 @@ def _silent_culprit(known: HangEvidence, rank: int, p: Pending, pairs: Sequence[
     elif found and set(found) <= {"sound", "slow"}:
         detail = f"its node can be reached, the path is not broken; {detail}"
     return Culprit(rank, None, node, "", 0.0, confidence, cause, detail)
+
+
+def _idle_partners(known: HangEvidence, silent: Sequence[int]) -> tuple[Culprit, ...]:
+    """Ranks of a trace that are in no operation, and with which a silent rank has messages.
+
+    The silent rank may wait for such a one, which only its own trace would tell.
+    """
+    found: list[Culprit] = []
+    for rank, state in sorted(known.states.items()):
+        partners = sorted({stream.peer for stream in state.streams}.intersection(silent))
+        if partners and not state.in_flight and state.process_state == UNKNOWN_PROCESS:
+            detail = f"is in no operation; {ranks_of(partners)}, of which nothing is known, may wait for it"
+            found.append(replace(known.culprit(rank, None, "low", "never entered"), detail=detail))
+    return tuple(found[:FEW])
 
 
 def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosis:

@@ -38,6 +38,7 @@ class Dump:
     groups: Mapping[str, GroupInfo]
     counts: Mapping[str, tuple[int, int]]  # by group: the last operation enqueued, the last completed
     entries: Sequence[DumpedCall]
+    is_whole: bool = False  # whether it still has the first call of the process
 
 
 def strangers(dumps: Mapping[int, Dump]) -> dict[int, str]:
@@ -92,6 +93,7 @@ def told_apart(dumps: Mapping[int, Dump]) -> dict[int, Dump]:
                 {names[name]: replace(info, name=names[name]) for name, info in dump.groups.items()},
                 {names[name]: pair for name, pair in dump.counts.items()},
                 [replace(entry, group=names[entry.group]) for entry in dump.entries],
+                dump.is_whole,
             )
     return found
 

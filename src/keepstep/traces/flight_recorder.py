@@ -5,13 +5,14 @@ rank is in the file's name.
 
 Dumps of Gloo jobs list the members of the default group only, without its name, and of no group once there are others.
 Their counts of enqueued operations include messages without entries. There, the members of a group without a list are
-the ranks with entries of it, and counts are taken from the entries.
+the ranks with entries of it, and counts are taken from the entries. The latter also holds for NCCL's groups with
+messages, because torch counts them and collectives apart but writes the number of either as the last.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
+from keepstep.traces._dumped_messages import ends, messages_of, numbered
 from keepstep.traces.dump_files import MOST_RANKS, ranks_of
 from keepstep.traces.dump_sets import (
     DEFAULT_GROUP,
@@ -151,37 +153,24 @@ def _members(info: GroupInfo, dumps: Mapping[int, Dump], world: int) -> tuple[in
 def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple[RankState, ...]:
     """The states of ranks: a device works in order, so it is in the oldest operation that is not finished."""
     now_ns = max((e.created_ns for dump in dumps.values() for e in dump.entries), default=0)
-    # For each group, whether it has collectives (False) and messages (True).
-    kinds: dict[str, set[bool]] = {}
-    for dump in dumps.values():
-        for entry in dump.entries:
-            kinds.setdefault(entry.group, set()).add(entry.peer >= 0)
-    streams: dict[int, list[StreamProgress]] = {rank: [] for rank in dumps}
-    flights: dict[int, OpInFlight] = {}
+    with_messages = {e.group for dump in dumps.values() for e in dump.entries if e.peer >= 0}
+    heads = {rank: _oldest_open(dump.entries) for rank, dump in dumps.items()}
+    numbers = numbered(heads)
+    streams = messages_of(dumps, heads, numbers)
+    flights: dict[int, tuple[OpInFlight, ...]] = {}
     for rank, dump in dumps.items():
         ended = _ended(dump.entries)
         last: dict[str, Op] = {e.group: e.op for e in dump.entries if e.peer < 0}
-        for group, (enqueued, completed) in dump.counts.items():
-            if True not in kinds.get(group, set()):
-                op = int(last.get(group, Op.ALLREDUCE))
-                # Operations of a group run one after the other, so none after the first unfinished one has begun.
-                entered = max(min(enqueued, completed + 1), 0)
-                last_ones = tuple(ended.get(group, ())[-_ENDED:])
-                streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0), last_ones))
-        oldest = min((e for e in dump.entries if not e.done), key=lambda e: e.created_ns, default=None)
-        if oldest is not None:
-            flights[rank] = _in_flight(oldest, dump.entries)
-    for rank, flight in flights.items():
-        if flight.peer < 0:
-            continue
-        streams[rank].append(StreamProgress(flight.group, flight.op, flight.peer, flight.seq, flight.seq - 1))
-        other = dumps.get(flight.peer)
-        if other is not None:
-            op = int(Op.SEND if flight.op == Op.RECV else Op.RECV)
-            seen = [e for e in other.entries if (e.group, e.op, e.peer) == (flight.group, op, rank)]
-            enqueued, completed = other.counts.get(flight.group, (0, 0))
-            enqueued = max([enqueued, *(e.seq for e in seen)])
-            streams[flight.peer].append(StreamProgress(flight.group, op, rank, enqueued, completed))
+        counts = {group: pair for group, pair in dump.counts.items() if group not in with_messages}
+        for group, (enqueued, completed) in (counts | _counted(dump.entries, with_messages)).items():
+            op = int(last.get(group, Op.ALLREDUCE))
+            # Operations of a group run one after the other, so none after the first unfinished one has begun.
+            entered = max(min(enqueued, completed + 1), 0)
+            last_ones = tuple(ended.get(group, ())[-_ENDED:])
+            streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0), last_ones))
+        flights[rank] = tuple(
+            _in_flight(head, numbers.get(ends(rank, head), head.seq), dump.entries) for head in heads[rank]
+        )
     return tuple(
         RankState(
             rank,
@@ -192,12 +181,18 @@ def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple
             len(dump.entries),
             max((e.created_ns for e in dump.entries), default=now_ns) * 1e-9,
             now_ns * 1e-9,
-            (flights[rank],) if rank in flights else (),
+            flights[rank],
             tuple(streams[rank]),
             "?",
         )
         for rank, dump in sorted(dumps.items())
     )
+
+
+def _oldest_open(entries: Sequence[DumpedCall]) -> tuple[DumpedCall, ...]:
+    """The oldest call that is not done, if there is one."""
+    oldest = min((e for e in entries if not e.done), key=lambda e: e.created_ns, default=None)
+    return () if oldest is None else (oldest,)
 
 
 def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
@@ -212,10 +207,10 @@ def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
     return found
 
 
-def _in_flight(entry: DumpedCall, entries: Sequence[DumpedCall]) -> OpInFlight:
+def _in_flight(entry: DumpedCall, seq: int, entries: Sequence[DumpedCall]) -> OpInFlight:
     one = entry.content
     return OpInFlight(
-        entry.group, int(entry.op), entry.peer, entry.seq, entry.created_ns * 1e-9, one.site,
+        entry.group, int(entry.op), entry.peer, seq, entry.created_ns * 1e-9, one.site,
         bytes=one.bytes, element=one.element, usual=_usual(entry, entries),
     )  # fmt: skip
 
@@ -266,21 +261,29 @@ def _parse(content: Any, rank: int) -> Dump:
         entries.sort(key=lambda one: (one.created_ns, one.seq))
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
-    told: dict[str, list[DumpedCall]] = {}
-    for entry in entries:
-        if entry.peer < 0:
-            told.setdefault(entry.group, []).append(entry)
-    for key, own in told.items():
-        if key not in counts:  # dumps of older versions lack it
-            done = [entry.seq for entry in own if entry.done]
-            first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
-            counts[key] = max(entry.seq for entry in own), first_open - 1
+    told = {entry.group for entry in entries if entry.peer < 0}
+    counts |= _counted(entries, told - counts.keys())  # dumps of older versions lack it
     label = {key: info.name for key, info in groups.items()}
     return Dump(
         {info.name: info for info in groups.values()},
         {label[key]: pair for key, pair in counts.items()},
         [replace(entry, group=label[entry.group]) for entry in entries],
+        any(one.get("record_id") == 0 for one in raw),
     )
+
+
+def _counted(entries: Sequence[DumpedCall], groups: Collection[str]) -> dict[str, tuple[int, int]]:
+    """The last collective enqueued and completed, by group, of those groups that have any in the entries."""
+    told: dict[str, list[DumpedCall]] = {}
+    for entry in entries:
+        if entry.peer < 0 and entry.group in groups:
+            told.setdefault(entry.group, []).append(entry)
+    found: dict[str, tuple[int, int]] = {}
+    for group, own in told.items():
+        done = [entry.seq for entry in own if entry.done]
+        first_open = min((entry.seq for entry in own if not entry.done), default=max(done, default=0) + 1)
+        found[group] = max(entry.seq for entry in own), first_open - 1
+    return found
 
 
 def _groups(config: Mapping[Any, Mapping[str, Any]]) -> tuple[dict[str, GroupInfo], tuple[int, ...]]:

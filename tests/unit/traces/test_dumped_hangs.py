@@ -99,10 +99,44 @@ def pipeline(stages: int, stuck: int, batches: int = 3, before: Sequence[Call] =
     return job
 
 
-@pytest.mark.parametrize(("stages", "stuck"), [(4, 2), (4, 3)])
+@pytest.mark.parametrize(("stages", "stuck"), [(4, 2), (4, 3), (8, 5), (8, 7)])
 def test_in_a_pipeline_all_wait_for_the_stage_without_a_dump(tmp_path: Path, stages: int, stuck: int) -> None:
     job = pipeline(stages, stuck)
     del job[stuck]
     incident = incident_of(tmp_path, job, stages)
     assert named(incident) == {stuck: "low"}
     assert incident.culprits[0].cause == "silent"
+    assert set(incident.victims) == set(range(stages)) - {stuck}
+
+
+@pytest.mark.parametrize(("stuck", "lost"), [(3, 2), (0, 1)])
+def test_an_idle_stage_is_as_suspect_as_the_lost_one_that_may_wait_for_it(
+    tmp_path: Path, stuck: int, lost: int
+) -> None:
+    job = pipeline(4, stuck)
+    del job[lost]
+    assert named(incident_of(tmp_path, job, 4)) == {stuck: "low", lost: "low"}
+
+
+@pytest.mark.parametrize("before", [0, 20])
+@pytest.mark.parametrize(("stages", "stuck"), [(3, 1), (4, 1), (4, 2), (4, 3)])
+def test_ends_of_messages_are_matched_by_order(tmp_path: Path, stages: int, stuck: int, before: int) -> None:
+    incident = incident_of(tmp_path, pipeline(stages, stuck, before=[Call()] * before))
+    assert named(incident) == {stuck: "high"}
+    assert set(incident.victims) == set(range(stages)) - {stuck}
+
+
+def test_a_message_that_nobody_sends_has_not_been_entered(tmp_path: Path) -> None:
+    job = {rank: [*[Call()] * 10, Call(done=False)] for rank in range(4)}
+    job[3][-1] = recv(2, done=False)
+    incident = incident_of(tmp_path, job)
+    assert named(incident).keys() <= {2, 3}
+    assert "members entered" not in str(incident)
+
+
+def test_a_message_that_its_sender_has_left_is_in_transfer(tmp_path: Path) -> None:
+    """A small one is done for its sender before it has arrived."""
+    job = {0: [send(1), send(1)], 1: [recv(0), recv(0, done=False)]}
+    (culprit,) = incident_of(tmp_path, job).culprits
+    assert culprit.link is not None
+    assert culprit.link.ranks in ((0, 1), (1, 0))
