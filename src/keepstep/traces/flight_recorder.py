@@ -25,6 +25,7 @@ from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
+from keepstep.traces._coalesced import merged, settled, without_overtaken
 from keepstep.traces._dumped_messages import ends, messages_of, numbered
 from keepstep.traces.dump_files import MOST_RANKS, ranks_of
 from keepstep.traces.dump_sets import (
@@ -190,9 +191,13 @@ def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple
 
 
 def _oldest_open(entries: Sequence[DumpedCall]) -> tuple[DumpedCall, ...]:
-    """The oldest call that is not done, if there is one."""
-    oldest = min((e for e in entries if not e.done), key=lambda e: e.created_ns, default=None)
-    return () if oldest is None else (oldest,)
+    """The oldest call that is not done, if there is one; of a batch of messages, which have one number, all."""
+    waiting = [e for e in entries if not e.done]
+    oldest = min(waiting, key=lambda e: e.created_ns, default=None)
+    if oldest is None:
+        return ()
+    batch = [e for e in waiting if e.peer >= 0 and (e.group, e.seq) == (oldest.group, oldest.seq)]
+    return (oldest,) if oldest.peer < 0 else tuple(batch)
 
 
 def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
@@ -257,8 +262,11 @@ def _parse(content: Any, rank: int) -> Dump:
             groups, status = _unlisted(raw, unnamed), {}
         names = _names(groups, status, raw)
         counts = _counts(status, names, groups)
-        entries = [one for one in (_entry(e, groups, rank) for e in raw) if one is not None]
+        entries = [one for one in (_entry(e, groups, rank) for e in settled(raw)) if one is not None]
         entries.sort(key=lambda one: (one.created_ns, one.seq))
+        entries = merged(entries)
+        if all(str(e["profiling_name"]).startswith("nccl:") for e in raw):
+            entries = without_overtaken(entries)  # Gloo does several at a time
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {entry.group for entry in entries if entry.peer < 0}

@@ -140,3 +140,68 @@ def test_a_message_that_its_sender_has_left_is_in_transfer(tmp_path: Path) -> No
     (culprit,) = incident_of(tmp_path, job).culprits
     assert culprit.link is not None
     assert culprit.link.ranks in ((0, 1), (1, 0))
+
+
+def batched(folder: Path, size: int) -> None:
+    """Make the dumps in a folder as if all calls were in batches of ``size`` alike ones."""
+    for path in folder.iterdir():
+        content = pickle.loads(path.read_bytes())
+        entries: list[dict[str, Any]] = []
+        for one in content["entries"]:
+            name = one["profiling_name"]
+            part = one | {"state": "scheduled", "retired": False}
+            entries += [part] * size + [one | {"profiling_name": "nccl:coalesced", "input_sizes": []}]
+            assert name != "nccl:coalesced"
+        path.write_bytes(pickle.dumps(content | {"entries": entries}))
+
+
+@pytest.mark.parametrize("stuck", [1, 2])
+def test_batched_messages_have_the_state_of_their_batch(tmp_path: Path, stuck: int) -> None:
+    write(tmp_path, pipeline(4, stuck))
+    batched(tmp_path, 1)
+    (incident,) = analyze(tmp_path).incidents
+    assert named(incident) == {stuck: "high"}
+
+
+def test_batched_collectives_are_one(tmp_path: Path) -> None:
+    job = {rank: [*[Call("_all_gather_base")] * 5, Call("_all_gather_base", done=False)] for rank in range(4)}
+    job[2].pop()
+    write(tmp_path, job)
+    batched(tmp_path, 3)
+    (incident,) = analyze(tmp_path).incidents
+    assert named(incident) == {2: "high"}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batches_that_are_done_are_no_hang(tmp_path: Path, size: int) -> None:
+    messages = {0: [send(1)] * 3, 1: [recv(0)] * 3}
+    for job in (messages, {rank: [Call()] * 3 for rank in range(2)}):
+        write(tmp_path, job)
+        batched(tmp_path, size)
+        assert analyze(tmp_path).incidents == ()
+
+
+def test_a_ring_of_batches_waits_for_the_rank_that_has_not_come(tmp_path: Path) -> None:
+    """Each rank sends to the next and receives from the one before, both in one batch."""
+    job = {rank: [send((rank + 1) % 4), recv((rank - 1) % 4)] * 3 for rank in range(4)}
+    for rank in (0, 1, 3):
+        job[rank] += [send((rank + 1) % 4, done=False), recv((rank - 1) % 4, done=False)]
+    write(tmp_path, job)
+    for path in tmp_path.iterdir():
+        content = pickle.loads(path.read_bytes())
+        entries: list[dict[str, Any]] = []
+        for number, one in enumerate(content["entries"]):
+            same = one | {"p2p_seq_id": number // 2 + 1}
+            entries.append(same | {"state": "scheduled", "retired": False})
+            if number % 2:
+                entries.append(same | {"profiling_name": "nccl:coalesced"})
+        path.write_bytes(pickle.dumps(content | {"entries": entries}))
+    (incident,) = analyze(tmp_path).incidents
+    assert named(incident) == {2: "high"}
+    assert incident.victims == (0, 1, 3)
+
+
+def test_a_call_is_done_once_a_later_one_of_its_group_is(tmp_path: Path) -> None:
+    stale = [Call(), Call(done=False), Call()]
+    write(tmp_path, dict.fromkeys(range(3), stale))
+    assert analyze(tmp_path).incidents == ()
