@@ -29,6 +29,7 @@ from keepstep.locate._hang_graph import (
 )
 from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
 from keepstep.locate._left import diagnose_left, left_well
+from keepstep.locate._message_mismatch import diagnose_message_mismatch
 from keepstep.locate._waiting import Pending
 from keepstep.locate.mismatch import diagnose_mismatch
 
@@ -50,6 +51,8 @@ def locate_hang(evidence: Evidence) -> Diagnosis:
     gone = [state.rank for state in evidence.states if not state.alive or state.process_state in STOPPED]
     if gone:
         return _diagnose_gone(known, sorted(gone))
+    if found := diagnose_message_mismatch(known):
+        return found
     roots = _find_roots(known)
     if left := _left_in(known, roots.ranks):
         return _diagnose_left_behind(known, roots, left)

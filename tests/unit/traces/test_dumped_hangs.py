@@ -205,3 +205,13 @@ def test_a_call_is_done_once_a_later_one_of_its_group_is(tmp_path: Path) -> None
     stale = [Call(), Call(done=False), Call()]
     write(tmp_path, dict.fromkeys(range(3), stale))
     assert analyze(tmp_path).incidents == ()
+
+
+def test_a_message_of_another_size_than_its_receive_is_told_with_both_lines(tmp_path: Path) -> None:
+    job = pipeline(4, 2)
+    job[1][-1] = send(2, done=False, size=64, line=88)
+    job[2].append(recv(1, done=False, size=128, line=70))
+    incident = incident_of(tmp_path, job)
+    assert (incident.kind, named(incident)) == ("desync", {1: "low", 2: "low"})
+    assert "rank 1 in SEND of 128 B (64 bfloat16) at /home/me/train.py:88" in incident.evidence[2]
+    assert "rank 2 in RECV of 256 B (128 bfloat16) at /home/me/train.py:70" in incident.evidence[2]
