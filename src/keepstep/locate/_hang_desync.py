@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from keepstep.core.events import Op
 from keepstep.core.incident import Confidence, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import OpInFlight
-from keepstep.locate._calls import habit, ranks_of
+from keepstep.locate._calls import Call, calls_of, habit, ranks_of
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, HangEvidence, is_of
 from keepstep.locate._waiting import Pending
 
@@ -147,36 +148,88 @@ def _most_missed(pending: Sequence[Pending]) -> int | None:
 def diagnose_alone(
     known: HangEvidence, p: Pending, others: Sequence[int], *, is_over: bool
 ) -> Diagnosis | None:
-    """One rank alone is in an operation that it had never called there before, and no other rank is in any.
+    """Fewer ranks are in an operation than have yet to come, and these are in none: is it a call too many?
 
-    Either it is one call too many, or the others have yet to come to it. ``others``: the ranks that have not entered.
+    It is one if the ranks in it had never called it there before, or if they had made one call that the others had not
+    made, so that one of the group's operations is left over. ``others``: the ranks that have not entered.
     ``is_over``: nobody will come any more, as in dumps that were written when ranks had given up.
 
     Returns:
         None where it is not so.
     """
-    if (
-        not p.collective
-        or p.unknown
-        or len(p.waiting) != 1
-        or len(others) < 2
-        or set(others) != set(p.absent)
-    ):
+    inside = p.waiting
+    if not p.collective or p.unknown or len(inside) > len(others) or set(others) != set(p.absent):
         return None
-    alone = p.waiting[0]
-    if any(known.states[rank].in_flight for rank in others) or habit(_calls_in(known, alone, p)) != 0:
+    if len(others) < 2 and not is_over:
+        return None
+    if any(known.states[rank].in_flight for rank in others):
         return None
     if any(_entered(known, rank, p.group) != p.seq - 1 for rank in others):
         return None
-    where = _called_at(known, [alone], p)
-    told = f"rank {alone} alone is in {p}{where}: it had never called it after what came before"
-    done = f"{ranks_of(others)} have entered {p.seq - 1} operations of the group, and are in none"
-    missing = (f"whether {ranks_of(others)} were to enter {p}, too",)
+    where = _called_at(known, inside, p)
+    who = f"{ranks_of(inside)} alone {'is' if len(inside) == 1 else 'are'} in {p}{where}"
+    times = habit([call for rank in inside for call in _calls_in(known, rank, p)])
+    is_even = len(inside) == len(others)
+    if times == 0 or (is_over and is_even and times < 0 and all(_is_new(known, r, p) for r in inside)):
+        told, detail = f"{who}: it had never been called after what came before", f"in {p}{where}"
+    elif is_over and (extra := _left_over(known, p, others)):
+        told, detail = f"{who}, but made {extra}, which {ranks_of(others)} had not made", f"made {extra}"
+    else:
+        return None
+    have, are, were = ("has", "is", "was") if len(others) == 1 else ("have", "are", "were")
+    done = f"{ranks_of(others)} {have} entered {p.seq - 1} operations of the group, and {are} in none"
+    missing = (f"whether {ranks_of(others)} {were} to enter {p}, too",)
     if not is_over:
         return known.diagnosis((), set(), p, (told, done), missing, "hang")
-    culprit = known.culprit(alone, None, "medium", ALONE)
-    culprit = replace(culprit, detail="; ".join(filter(None, (f"in {p}{where}", culprit.detail))))
-    return known.diagnosis((culprit,), {alone}, p, (told, done), missing, "desync")
+    sure: Confidence = "low" if is_even else "medium"
+    culprits = [
+        replace(one, detail="; ".join(filter(None, (detail, one.detail))))
+        for rank in inside[:MAX_CULPRITS]
+        for one in [known.culprit(rank, None, sure, ALONE)]
+    ]
+    if is_even:  # as likely, the others left one out
+        if len(inside) + len(others) > FEW:
+            return known.diagnosis((), set(), p, (told, done), missing, "desync")
+        culprits += [known.culprit(rank, p, sure) for rank in others]
+        done += "".join(f"; {ranks_of([rank])} made its last{_last_site(known, rank, p)}" for rank in others)
+    blamed = {one.rank for one in culprits if one.rank is not None}
+    return known.diagnosis(tuple(culprits), blamed, p, (told, done), missing, "desync")
+
+
+def _is_new(known: HangEvidence, rank: int, p: Pending) -> bool:
+    """Whether the rank is known to have made calls, and none of them where it called ``p``."""
+    past = {one.site for stream in known.states[rank].streams for one in stream.ended}
+    return bool(past) and all(call.site and call.site not in past for call in _calls_in(known, rank, p))
+
+
+def _left_over(known: HangEvidence, p: Pending, others: Sequence[int]) -> str:
+    """The call without which the ranks in ``p`` would have made the same calls of the group as the others; "" if none.
+
+    It shows by its place in the code, as its kind and size were those of the call that the others made instead.
+    """
+    numbers = calls_of(known.states[rank] for rank in (*p.waiting, *others)).get(p.group, {})
+    mine = {seq: _common(numbers[seq], p.waiting) for seq in numbers}
+    theirs = {seq: _common(numbers[seq], others) for seq in numbers}
+    told = sorted(seq for seq in numbers if mine[seq] and theirs[seq])
+    first = next((seq for seq in told if mine[seq] != theirs[seq]), None)
+    if first is None or first == told[0] > 1:
+        return ""
+    if any(mine.get(seq + 1) != theirs.get(seq) or not theirs.get(seq) for seq in range(first, p.seq)):
+        return ""
+    op, site = mine[first] or (0, "")
+    return f"{Op(op).name} seq {first} at {site}"
+
+
+def _common(calls: Mapping[int, Call], ranks: Sequence[int]) -> tuple[int, str] | None:
+    """The operation and place in the code that all these ranks' calls have; None where they differ or are not known."""
+    found = {(calls[rank].op, calls[rank].site) if rank in calls else (0, "") for rank in ranks}
+    op, site = found.pop()
+    return (op, site) if site and not found else None
+
+
+def _last_site(known: HangEvidence, rank: int, p: Pending) -> str:
+    last = calls_of([known.states[rank]]).get(p.group, {}).get(p.seq - 1, {}).get(rank)
+    return f" at {last.site}" if last is not None and last.site else ""
 
 
 def _entered(known: HangEvidence, rank: int, group: str) -> int:

@@ -126,8 +126,9 @@ def _diagnose_never_entered(known: HangEvidence, roots: Roots) -> Diagnosis:
     if len(order) > FEW and 2 * len(order) > len(known.states):
         return _diagnose_hardly_any_entered(known, order, first)
     confidence: Confidence = "high" if roots.sure else "medium"
-    if len(order) > FEW:
-        confidence = "low"
+    idle = not any(known.states[rank].in_flight for rank in order)
+    if len(order) > FEW or (is_over and idle and len(first.waiting) < len(first.absent)):
+        confidence = "low"  # those in it may have made a call too many
     elif known.silent:
         confidence = "medium"
     culprits = tuple(_never_entered(known, rank, first, confidence) for rank in order[:MAX_CULPRITS])

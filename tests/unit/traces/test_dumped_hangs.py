@@ -215,3 +215,33 @@ def test_a_message_of_another_size_than_its_receive_is_told_with_both_lines(tmp_
     assert (incident.kind, named(incident)) == ("desync", {1: "low", 2: "low"})
     assert "rank 1 in SEND of 128 B (64 bfloat16) at /home/me/train.py:88" in incident.evidence[2]
     assert "rank 2 in RECV of 256 B (128 bfloat16) at /home/me/train.py:70" in incident.evidence[2]
+
+
+@pytest.mark.parametrize(("ranks", "odd"), [(3, 1), (4, 0), (8, 5)])
+def test_a_call_too_many_in_mid_run_is_found_by_its_line(tmp_path: Path, ranks: int, odd: int) -> None:
+    """The rank waits alone in the last call, which is like all others; the one before which it was ahead is not."""
+    job = {rank: [Call()] * 12 for rank in range(ranks)}
+    job[odd] = [*[Call()] * 6, Call(line=212), *[Call()] * 5, Call(done=False)]
+    incident = incident_of(tmp_path, job)
+    assert named(incident) == {odd: "medium"}
+    assert "ALLREDUCE seq 7 at /home/me/train.py:212" in incident.culprits[0].detail
+
+
+def test_two_ranks_alone_in_a_new_call_are_named_together(tmp_path: Path) -> None:
+    job = {rank: [Call()] * 10 + [Call(line=203, done=False)] * (rank > 5) for rank in range(8)}
+    assert named(incident_of(tmp_path, job)) == {6: "medium", 7: "medium"}
+
+
+def test_many_are_never_sure_to_be_at_fault_for_a_few_that_wait(tmp_path: Path) -> None:
+    job = {rank: [Call()] * 10 + [Call(done=False)] * (rank == 0) for rank in range(4)}
+    assert set(named(incident_of(tmp_path, job)).values()) == {"low"}
+
+
+@pytest.mark.parametrize("past", [5, 12])
+def test_of_two_ranks_either_may_have_made_a_call_too_many_or_one_too_few(tmp_path: Path, past: int) -> None:
+    job = {0: [*[Call()] * past, Call(line=212, done=False)], 1: [Call()] * past}
+    incident = incident_of(tmp_path, job)
+    assert named(incident) == {0: "low", 1: "low"}
+    assert all(f"/home/me/train.py:{line}" in str(incident.evidence) for line in (50, 212))
+    job[0][-1] = Call(done=False)  # a call as all before: rank 1 has yet to come
+    assert named(incident_of(tmp_path, job)) == {1: "high"}
