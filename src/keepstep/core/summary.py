@@ -106,6 +106,7 @@ class OpInFlight:
     reduction: str = field(default="", kw_only=True)  # one of core.events.REDUCTIONS
     usual: int = field(default=-1, kw_only=True)  # how often it was called here before (`core.habits`)
     thread: int = field(default=0, kw_only=True)  # id of the thread that entered it; 0: not known
+    begun: bool | None = field(default=None, kw_only=True)  # whether the device has begun it; None: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import LinkState, RankState
 from keepstep.locate._calls import ranks_of
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence, is_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._waiting import Pending
 
@@ -88,6 +88,8 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
         found = _diagnose_cut_links(known, stuck, cut)
     elif bad:
         found = _diagnose_bad_paths(known, stuck, bad)
+    elif 0 < len(waits := _not_begun(known, stuck[0])) <= min(FEW, len(stuck[0].waiting) // 2):
+        found = _diagnose_not_begun(known, stuck[0], waits)
     elif 0 < len(gpus := _still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
         found = _diagnose_still_gpus(known, stuck, gpus)
     elif (readers := _not_reading(known, stuck)) or known.paths.all_sound(pairs):
@@ -138,6 +140,19 @@ def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Se
     detail = f"has moved no data of NCCL's for {quiet_s:.0f} s, and waits for nobody"
     culprits = tuple(_rank(known, rank, sure, "its GPU stands still", detail) for rank in gpus)
     return known.diagnosis(culprits, set(gpus), main, (_entered(main),))
+
+
+def _not_begun(known: HangEvidence, p: Pending) -> list[int]:
+    """Ranks whose device has not begun an operation that the devices of all others have."""
+    begun = {rank: [one.begun for one in known.states[rank].in_flight if is_of(one, p)] for rank in p.waiting}
+    return [rank for rank, its in begun.items() if its == [False]] if [None] not in begun.values() else []
+
+
+def _diagnose_not_begun(known: HangEvidence, p: Pending, ranks: Sequence[int]) -> Diagnosis:
+    """These ranks have called the operation as the others have, but their devices are in something before it."""
+    detail = f"its device has not begun {p}, those of the others have"
+    culprits = tuple(_rank(known, rank, "medium", "its GPU stands still", detail) for rank in ranks)
+    return known.diagnosis(culprits, set(ranks), p, (_entered(p),))
 
 
 def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:

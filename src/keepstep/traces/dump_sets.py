@@ -29,6 +29,7 @@ class DumpedCall:
     created_ns: int
     done: bool
     content: Content
+    begun: bool | None = None  # whether its device was seen to have begun it; None: torch did not look
 
 
 @dataclass(frozen=True, slots=True)

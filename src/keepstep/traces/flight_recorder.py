@@ -216,7 +216,7 @@ def _in_flight(entry: DumpedCall, seq: int, entries: Sequence[DumpedCall]) -> Op
     one = entry.content
     return OpInFlight(
         entry.group, int(entry.op), entry.peer, seq, entry.created_ns * 1e-9, one.site,
-        bytes=one.bytes, element=one.element, usual=_usual(entry, entries),
+        bytes=one.bytes, element=one.element, usual=_usual(entry, entries), begun=entry.begun,
     )  # fmt: skip
 
 
@@ -267,6 +267,8 @@ def _parse(content: Any, rank: int) -> Dump:
         entries = merged(entries)
         if all(str(e["profiling_name"]).startswith("nccl:") for e in raw):
             entries = without_overtaken(entries)  # Gloo does several at a time
+        if not any(entry.begun for entry in entries):  # torch only looks where it keeps times
+            entries = [replace(entry, begun=None) for entry in entries]
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {entry.group for entry in entries if entry.peer < 0}
@@ -398,6 +400,6 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
         peer = members[there if here == members.index(rank) else here]
     seq = _whole(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = bool(entry.get("retired")) or entry.get("state") == "completed"
-    return DumpedCall(
-        group, op, peer, seq, _whole(entry.get("time_created_ns") or 0), done, content_of(entry, op)
-    )
+    created_ns, content = _whole(entry.get("time_created_ns") or 0), content_of(entry, op)
+    begun = bool(entry.get("time_discovered_started_ns")) or entry.get("state") == "started"
+    return DumpedCall(group, op, peer, seq, created_ns, done, content, begun)

@@ -245,3 +245,18 @@ def test_of_two_ranks_either_may_have_made_a_call_too_many_or_one_too_few(tmp_pa
     assert all(f"/home/me/train.py:{line}" in str(incident.evidence) for line in (50, 212))
     job[0][-1] = Call(done=False)  # a call as all before: rank 1 has yet to come
     assert named(incident_of(tmp_path, job)) == {1: "high"}
+
+
+@pytest.mark.parametrize("keeps_times", [True, False])
+def test_a_device_that_has_not_begun_what_all_others_have_is_named(tmp_path: Path, keeps_times: bool) -> None:
+    write(tmp_path, {rank: [*[Call()] * 5, *[Call(done=False)] * 3] for rank in range(4)})
+    for rank in range(4):
+        path = tmp_path / f"nccl_trace_rank_{rank}"
+        content = pickle.loads(path.read_bytes())
+        for one in content["entries"][: 5 + (rank != 1)] if keeps_times else ():
+            one["time_discovered_started_ns"] = one["time_created_ns"] + 1
+        for one in content["entries"][5 : 5 + (rank != 1)]:
+            one["state"] = "started"
+        path.write_bytes(pickle.dumps(content))
+    (incident,) = analyze(tmp_path).incidents
+    assert named(incident) == ({1: "medium"} if keeps_times else {})
