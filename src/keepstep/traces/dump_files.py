@@ -15,13 +15,14 @@ MOST_FILES = 1 << 17  # files read from one folder
 _RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_.=-]?(\d{1,9})", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 _AT_THE_END = re.compile(r"\d\.?(json|pickle|pkl)?$")
+_DEEPEST = 3  # folders below the given one in which dumps are looked for
 _HEAD_BYTES = 4096
 _PICKLE = b"\x80"
 _KEYS = (b"entries", b"pg_config", b"pg_status")  # one of them is near the beginning of a dump
 
 
 def find_dumps(folder: Path) -> list[Path]:
-    """The dumps in a folder, or, where there are none, those one folder deeper (as a folder a node); else empty ones.
+    """The dumps in a folder, or, where there are none, those in folders in it (of nodes or ranks); else empty ones.
 
     Raises:
         TraceError: the folder cannot be listed, or has too many files.
@@ -36,12 +37,23 @@ def dumps_at_the_top(folder: Path) -> list[Path]:
 
 
 def dumps_below(folder: Path) -> list[Path]:
-    """The dumps in the folders of a folder; those that cannot be listed are skipped. Raises as ``find_dumps``."""
-    found: list[Path] = []
-    for below in _listed(folder)[1]:
-        with contextlib.suppress(TraceError):
-            found += _dumps(_listed(below)[0])
-    return found
+    """The dumps in the folders of a folder, as deep as the first are, at most ``_DEEPEST`` folders.
+
+    Folders that cannot be listed are skipped. Raises as ``find_dumps``.
+    """
+    folders = _listed(folder)[1]
+    for _ in range(_DEEPEST):
+        found: list[Path] = []
+        deeper: list[Path] = []
+        for below in folders:
+            with contextlib.suppress(TraceError):
+                files, inside = _listed(below)
+                found += _dumps(files) or [path for path in files if _is_of_its_folder(path)]
+                deeper += inside
+        if found or len(deeper) > MOST_FILES:
+            return found
+        folders = deeper
+    return []
 
 
 def _is_empty(path: Path) -> bool:
@@ -64,12 +76,13 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int | None]:
     """The rank of each dump by its name; None for a name that does not tell it.
 
     It is the number after the word "rank". In names without this word it is the number that differs most among the
-    names which are otherwise alike, the last one of several such numbers.
+    names which are otherwise alike, the last one of several such numbers. Where a name has no number, the one of the
+    file's folder counts, too.
     """
     found: dict[Path, int | None] = {}
     alike: dict[str, list[Path]] = {}
     for path in paths:
-        word = _RANK.search(path.name)
+        word = _RANK.search(_name(path))
         found[path] = int(word[1]) if word and int(word[1]) < MOST_RANKS else None
         if word is None:
             alike.setdefault(_shape(path), []).append(path)
@@ -102,14 +115,26 @@ def _dumps(files: Sequence[Path]) -> list[Path]:
     return [path for path in numbered if path in sound or _shape(path) in shapes]
 
 
+def _is_of_its_folder(path: Path) -> bool:
+    """Whether a file without a number in its name is a dump in a folder with one."""
+    return bool(_NUMBER.search(_name(path))) and path.is_file() and is_dump(path)
+
+
+def _name(path: Path) -> str:
+    """The name of a file, with that of its folder where it has no number itself, as in ``rank4/nccl_trace``."""
+    return path.name if _NUMBER.search(path.name) else f"{path.parent.name}/{path.name}"
+
+
 def _shape(path: Path) -> str:
-    return _NUMBER.sub("#", path.name)
+    return _NUMBER.sub("#", _name(path))
 
 
 def _numbered(paths: Sequence[Path]) -> list[int | None]:
     """The ranks of files whose names differ in numbers only."""
     columns: list[tuple[tuple[int, bool, int], list[int | None]]] = []
-    rows = [[int(word) if len(word) < 10 else MOST_RANKS for word in _NUMBER.findall(p.name)] for p in paths]
+    rows = [
+        [int(word) if len(word) < 10 else MOST_RANKS for word in _NUMBER.findall(_name(p))] for p in paths
+    ]
     for place, column in enumerate(zip(*rows, strict=True)):
         ranks = [number if number < MOST_RANKS else None for number in column]
         distinct = {rank for rank in ranks if rank is not None}

@@ -89,3 +89,13 @@ def test_other_pickles_and_folders_that_cannot_be_listed_are_left(
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
     assert [path.name for path in find_dumps(tmp_path)] == ["dump_0"]
+
+
+@pytest.mark.parametrize("name", ["rank{}/nccl_trace", "{}/dump.pkl", "fr/node0/nccl_trace_rank_{}"])
+def test_the_rank_may_be_that_of_a_folder_and_folders_may_be_deeper(tmp_path: Path, name: str) -> None:
+    for rank in (0, 1, 12):
+        path = tmp_path / name.format(rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(DUMP)
+    assert sorted(rank or 0 for rank in ranks_of(find_dumps(tmp_path)).values()) == [0, 1, 12]
+    assert len(find_dumps(tmp_path)) == 3
