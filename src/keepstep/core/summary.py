@@ -104,7 +104,8 @@ class OpInFlight:
     bytes: int = field(default=0, kw_only=True)  # compared among members where ``element`` is known
     element: str = field(default="", kw_only=True)  # one of core.events.ELEMENTS
     reduction: str = field(default="", kw_only=True)  # one of core.events.REDUCTIONS
-    usual: int = field(default=-1, kw_only=True)  # how often it was called here before (`core.habits`)
+    # How often it was called here before (`core.habits`); of a message in a dump: how many there were with this peer.
+    usual: int = field(default=-1, kw_only=True)
     thread: int = field(default=0, kw_only=True)  # id of the thread that entered it; 0: not known
     begun: bool | None = field(default=None, kw_only=True)  # whether the device has begun it; None: not known
 

@@ -31,6 +31,7 @@ from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_t
 from keepstep.locate._left import diagnose_left, left_well
 from keepstep.locate._message_mismatch import diagnose_message_mismatch
 from keepstep.locate._waiting import Pending
+from keepstep.locate._wrong_peer import diagnose_wrong_peer
 from keepstep.locate.mismatch import diagnose_mismatch
 
 _PLACE = re.compile(r"(.+):(\d+) ")
@@ -51,7 +52,7 @@ def locate_hang(evidence: Evidence) -> Diagnosis:
     gone = [state.rank for state in evidence.states if not state.alive or state.process_state in STOPPED]
     if gone:
         return _diagnose_gone(known, sorted(gone))
-    if found := diagnose_message_mismatch(known):
+    if found := diagnose_message_mismatch(known) or diagnose_wrong_peer(known):
         return found
     roots = _find_roots(known)
     if left := _left_in(known, roots.ranks):

@@ -170,7 +170,7 @@ def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple
             last_ones = tuple(ended.get(group, ())[-_ENDED:])
             streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0), last_ones))
         flights[rank] = tuple(
-            _in_flight(head, numbers.get(ends(rank, head), head.seq), dump.entries) for head in heads[rank]
+            _in_flight(head, numbers.get(ends(rank, head), head.seq), dump) for head in heads[rank]
         )
     return tuple(
         RankState(
@@ -212,17 +212,25 @@ def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
     return found
 
 
-def _in_flight(entry: DumpedCall, seq: int, entries: Sequence[DumpedCall]) -> OpInFlight:
+def _in_flight(entry: DumpedCall, seq: int, dump: Dump) -> OpInFlight:
     one = entry.content
     return OpInFlight(
         entry.group, int(entry.op), entry.peer, seq, entry.created_ns * 1e-9, one.site,
-        bytes=one.bytes, element=one.element, usual=_usual(entry, entries), begun=entry.begun,
+        bytes=one.bytes, element=one.element, usual=_usual(entry, dump), begun=entry.begun,
     )  # fmt: skip
 
 
-def _usual(entry: DumpedCall, entries: Sequence[DumpedCall]) -> int:
-    """How often the rank had made this call at this place before; -1 if too little is known."""
-    calls = [one for one in entries if one.peer < 0]
+def _usual(entry: DumpedCall, dump: Dump) -> int:
+    """How often the rank had made this call at this place before; of a message: how many it had had with this peer.
+
+    -1: too little is known.
+    """
+    if entry.peer >= 0:
+        same = [
+            one for one in dump.entries if (one.group, one.peer) == (entry.group, entry.peer) and one.done
+        ]
+        return len(same) if same or dump.is_whole else -1
+    calls = [one for one in dump.entries if one.peer < 0]
     if not entry.content.site or entry not in calls:
         return -1
     numbers: dict[tuple[str, Op, str], int] = {}

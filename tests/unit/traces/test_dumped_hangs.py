@@ -260,3 +260,19 @@ def test_a_device_that_has_not_begun_what_all_others_have_is_named(tmp_path: Pat
         path.write_bytes(pickle.dumps(content))
     (incident,) = analyze(tmp_path).incidents
     assert named(incident) == ({1: "medium"} if keeps_times else {})
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_rank_that_sends_to_another_than_waits_for_it_is_named(tmp_path: Path, is_over: bool) -> None:
+    job = pipeline(4, 2)
+    job[2].append(send(0, done=False, line=88))
+    if is_over:
+        job[0].pop()
+    incident = incident_of(tmp_path, job)
+    assert named(incident) == {2: "medium"}
+    assert "SEND to rank 0 at /home/me/train.py:88" in incident.culprits[0].detail
+
+
+def test_the_first_message_between_two_ranks_is_not_amiss_by_itself(tmp_path: Path) -> None:
+    job = {0: [Call(), send(1, done=False)], 1: [Call()], 2: [Call()]}
+    assert "another peer" not in str(incident_of(tmp_path, job))
