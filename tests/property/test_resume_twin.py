@@ -24,6 +24,7 @@ class Simulated:
     unsure: bool = False
     unfinished: int = -1  # incarnation of a step on storage that was not written to the end
     first: frozenset[Key] = frozenset()
+    mark: Key | None = None  # the first snapshot in which replicas differ
     states: dict[Key, int] = field(default_factory=dict)  # what it has saved, if anybody wants to know
     moments: dict[Key, int] = field(default_factory=dict)  # when it saved them, if anybody wants to know
     live: Key | None = None
@@ -33,6 +34,9 @@ class Simulated:
 
     def begun(self) -> bool:
         return self.cache.keys() <= self.first
+
+    def doubted(self) -> Key | None:
+        return self.mark
 
     def elsewhere(self) -> Elsewhere:
         if self.troubled:
@@ -149,6 +153,30 @@ def test_what_was_saved_at_different_moments_is_never_restored_together(
             assert (end.key, bool(end.given_up)) == (None, any(jobs))
         else:
             assert isinstance(end, str)
+
+
+@given(ranks, keys, st.integers(0, 3))
+@settings(max_examples=many(100), deadline=None)
+def test_a_snapshot_in_which_replicas_differ_is_the_last_resort(
+    job: list[Simulated], mark: Key, which: int
+) -> None:
+    """However many nodes have heard of it; and nothing but what the restore has found damaged is lost."""
+    job[which % len(job)].mark = mark
+    had = [
+        {key for key, whole in rank.cache.items() if whole}
+        | {key for key, whole in rank.sources.items() if whole}
+        for rank in job
+    ]
+    common = set.intersection(*had)
+    sound = {key for key in common if key < mark or key.incarnation != mark.incarnation}
+    for end in run(job):
+        if isinstance(end, str):
+            assert not common
+        elif sound:
+            assert end.key is not None
+            assert not end.key.follows(mark)
+        elif end.key is not None:
+            assert end.key == max(common)
 
 
 @given(ranks, st.lists(st.integers(0, 2), min_size=4, max_size=4))

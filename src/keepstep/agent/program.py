@@ -18,8 +18,10 @@ from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.processes import alive, identify, kill_carriers
 from keepstep.agent.services.checkpoints import Checkpoints, Place
+from keepstep.agent.services.checksums import ChecksumTeller
 from keepstep.agent.services.node_backups import NodeBackups
 from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe_paths
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import log_into
 from keepstep.core.own_address import address_towards
@@ -73,6 +75,7 @@ class Program:
         )
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()
+        self._checksums = self._started_checksums()
         self._client = wire.Client(
             arguments.controller,
             self._key,
@@ -112,22 +115,36 @@ class Program:
             return None
         return checkpoints
 
-    def _started_backups(self) -> NodeBackups | None:
-        arguments, loop, tls = self._arguments, asyncio.get_running_loop(), self._arguments.tls
-        if not arguments.cache or not arguments.backups:
+    def _started_checksums(self) -> ChecksumTeller | None:
+        arguments = self._arguments
+        if self._checkpoints is None or arguments.world_size < 2:
             return None
+        ranks, place = arguments.rings.keys(), (arguments.node_rank, arguments.world_size)
+        checksums = ChecksumTeller(self._checkpoints.states, ranks, *place, self._sender())
+        checksums.start()
+        return checksums
+
+    def _sender(self) -> Callable[[wire.Message], None]:
+        """A function by which other threads send messages."""
+        loop = asyncio.get_running_loop()
 
         def send(message: wire.Message) -> None:
             with contextlib.suppress(RuntimeError):  # the agent's loop has ended
                 loop.call_soon_threadsafe(self._send, message)
 
+        return send
+
+    def _started_backups(self) -> NodeBackups | None:
+        arguments, tls = self._arguments, self._arguments.tls
+        if not arguments.cache or not arguments.backups:
+            return None
         backups = NodeBackups(
             arguments.cache,
             arguments.rings.keys(),
             arguments.node,
             arguments.node_rank,
             self._key,
-            send,
+            self._sender(),
             tls=(wire.server_context(tls), wire.client_context(tls)) if tls else None,
             bytes_per_s=arguments.backup_rate,
         )
@@ -180,6 +197,17 @@ class Program:
         if self._backups is not None:
             self._backups.received(order)
 
+    def _doubt(self, order: wire.Doubt) -> None:
+        if self._checksums is not None:
+            try:
+                self._checksums.doubt(Key.unpack(order.key))
+            except KeepstepError as error:
+                logger.error("the snapshots in which replicas differ cannot be marked: %s", error)
+
+    def _tell_families(self, question: wire.WhichFamilies) -> None:
+        if self._checksums is not None and (families := self._checksums.families(question.digest)):
+            self._send(wire.Families(question.digest, families))
+
     def _save_rings(self, order: wire.SaveRings) -> None:
         logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
 
@@ -195,6 +223,8 @@ class Program:
         ),
         wire.Shares: lambda self, order: self._agent.microbatches.order(order),
         **dict.fromkeys((wire.BackUp, wire.Located), _order_backups),
+        wire.Doubt: _doubt,
+        wire.WhichFamilies: _tell_families,
         wire.SaveRings: _save_rings,
         wire.Welcome: _welcome,
         wire.Refused: lambda _, refused: logger.error(
@@ -270,6 +300,8 @@ class Program:
 
     async def _end(self) -> None:
         self._gpus.close()
+        if self._checksums is not None:
+            self._checksums.stop()
         if self._checkpoints is not None:
             await asyncio.to_thread(self._checkpoints.stop)
         if self._backups is not None:

@@ -118,6 +118,9 @@ class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
     first: bool = False  # whether no snapshot of this training was known to be whole on all ranks before
     moment: Packed = 0  # when the rank saved, as `matching.Moment` packs it; 0: not known
+    # Storages that belong together: of a parameter, first, and of what its optimizer keeps for it.
+    families: tuple[Counts, ...] = ()
+    decaying: Counts = ()  # those of the families that weight decay may change without a gradient
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -155,6 +158,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> StateHeader:
         _check_tensor(header, index, tensor)
     for _ in references(header):
         pass
+    _check_families(header)
     return header
 
 
@@ -209,6 +213,14 @@ def _check_storages(header: StateHeader) -> None:
         raise CheckpointError(
             f"the storages of the header end at {end}, behind its {header.data_bytes} bytes"
         )
+
+
+def _check_families(header: StateHeader) -> None:
+    numbers = [number for family in header.families for number in family]
+    if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= len(header.storages):
+        raise CheckpointError("a family of the header names a storage twice, or one that is not there")
+    if not all(header.families) or max(header.decaying, default=-1) >= len(header.families):
+        raise CheckpointError("a family of the header is empty, or one is said to decay that is not there")
 
 
 def _check_tensor(header: StateHeader, index: int, tensor: TensorEntry) -> None:

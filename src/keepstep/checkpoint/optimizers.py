@@ -1,14 +1,15 @@
 """Knows which tensors only an optimizer's step changes, and calls back before such a step.
 
-A snapshot may copy these tensors in the background until then.
+A snapshot may copy these tensors in the background until then. And of these it is known which belong together: a
+parameter and what the optimizer keeps for it are a *family*.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -17,6 +18,20 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.checkpoint.state import identity, local_of
+
+
+class Family(NamedTuple):
+    """A parameter and what an optimizer keeps for it.
+
+    Attributes:
+        storages: by `state.identity`; that of the parameter is the first.
+        is_whole: whether the parameter is there.
+        decays: whether weight decay may change all of it, without a gradient.
+    """
+
+    storages: tuple[int, ...]
+    is_whole: bool
+    decays: bool
 
 
 class OptimizerWatch:
@@ -39,11 +54,13 @@ class OptimizerWatch:
             register_optimizer_step_post_hook(unseen(self._after)),
         )
 
-    def owned(self) -> set[int]:
-        """The storages (by `state.identity`) that only a known optimizer's step is expected to change."""
-        if self.in_backward:
-            return set()
-        return {found for optimizer in self._known for found in _storages(optimizer)}
+    def families(self) -> list[Family]:
+        """The families of all known optimizers: what only their steps are expected to change."""
+        return [family for optimizer in self._known for family in _families(optimizer)]
+
+    def owned(self, families: Iterable[Family]) -> set[int]:
+        """The storages of families that may be copied in the background."""
+        return set() if self.in_backward else {one for family in families for one in family.storages}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -74,7 +91,36 @@ def _storages(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     parameters = (group["params"] for group in optimizer.param_groups)
     states = cast("dict[Any, Any]", optimizer.state).values()
     of_states = (cast("dict[str, Any]", state).values() for state in states if isinstance(state, dict))
-    for value in chain.from_iterable(chain(parameters, of_states)):
+    yield from _identities(chain.from_iterable(chain(parameters, of_states)))
+
+
+def _families(optimizer: torch.optim.Optimizer) -> Iterator[Family]:
+    states = dict(cast("dict[Any, Any]", optimizer.state))
+    for group in optimizer.param_groups:
+        decays = _decays(group, optimizer)
+        for parameter in group["params"]:
+            own, of_state = tuple(_identities((parameter,))), _of_state(states.pop(parameter, None))
+            # Decoupled weight decay changes a parameter, and nothing that is kept for it.
+            yield Family(own + of_state, bool(own), decays == "coupled" or (bool(decays) and not of_state))
+    for kept in states.values():
+        yield Family(_of_state(kept), False, False)
+
+
+def _of_state(kept: Any) -> tuple[int, ...]:
+    return tuple(_identities(cast("dict[str, Any]", kept).values())) if isinstance(kept, dict) else ()
+
+
+def _decays(
+    group: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> Literal["", "coupled", "decoupled"]:
+    if not group.get("weight_decay"):
+        return ""
+    decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
+    return "decoupled" if decoupled else "coupled"
+
+
+def _identities(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
         if isinstance(value, torch.Tensor):
             local = local_of(value)
             if type(local) in (torch.Tensor, torch.nn.Parameter):

@@ -28,12 +28,12 @@ from keepstep.checkpoint.memory.cache import gib
 from keepstep.checkpoint.memory.pages import Trace
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slots import Key, Record, slot_bytes
-from keepstep.checkpoint.optimizers import OptimizerWatch
+from keepstep.checkpoint.optimizers import Family, OptimizerWatch
 from keepstep.checkpoint.pace import Pace
 from keepstep.checkpoint.restore.restore_service import RestoreClient, restore_address
 from keepstep.checkpoint.restore.restoring import Restoring
 from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, SaidByAnother, begin, resume
-from keepstep.checkpoint.state import Span, flatten, identity
+from keepstep.checkpoint.state import Span, flatten, identity, with_families, with_state_dicts
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.checkpoint.storage.wishes import Wishes
 from keepstep.core.errors import CheckpointError
@@ -132,7 +132,7 @@ class Snapshots:
         self._flight: _Flight | None = None
         self._left, self._trace = [] if left is None else left, Trace(())
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
-        self._watch = OptimizerWatch(self._before_step)
+        self._watch, self._families = OptimizerWatch(self._before_step), list[Family]()
 
     def register(self, state: Any) -> None:
         """As `api.register`; the kernel provides the memory in the background."""
@@ -171,6 +171,7 @@ class Snapshots:
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         self._compare()
+        self._families = self._watch.families()
         header, spans, text = self._flatten(state, step)
         if self._wishes:
             self._wishes.note(step, begun_s, blocked_s)
@@ -290,6 +291,8 @@ class Snapshots:
         """Go on from what all ranks have agreed on."""
         if agreed.given_up:
             self._once("unmatched", agreed.given_up)
+        if agreed.warning:
+            self._say(agreed.warning, every_rank=False)
         self._cache.settle(agreed.key, agreed.pending, wanted=agreed.wanted)
         if agreed.key and agreed.alike:
             self._cache.say_alike(agreed.key)
@@ -394,12 +397,13 @@ class Snapshots:
             first=not self._whole,
             moment=Moment(self._number, self._pace.collectives).pack(),
         )
+        header = with_families(header, spans, self._families)
         return header, spans, encode_header(header)
 
     def _start(
         self, header: StateHeader, spans: list[Span], text: bytes, index: int, key: Key, overlap: bool
     ) -> None:
-        owned = self._watch.owned() if overlap else set[int]()
+        owned = self._watch.owned(self._families) if overlap else set[int]()
         if overlap and not owned and self._saved:
             why = (
                 "an optimizer steps inside backward"
@@ -481,17 +485,6 @@ def talk(steps: Generator[Row, Rows, Agreed], gather: Gather) -> Agreed:
             row = steps.send(gather(row))
         except StopIteration as end:  # noqa: PERF203
             return cast("Agreed", end.value)
-
-
-def with_state_dicts(state: Any) -> Any:
-    """``state`` with every object in its dicts, lists and tuples that has a ``state_dict()`` replaced by it."""
-    if hasattr(state, "state_dict") and hasattr(state, "load_state_dict"):
-        return state.state_dict()
-    if type(state) is dict:
-        return {key: with_state_dicts(value) for key, value in cast("dict[Any, Any]", state).items()}
-    if type(state) in (list, tuple):
-        return type(state)(with_state_dicts(value) for value in state)
-    return state
 
 
 def _slot_bytes(header: StateHeader, text: bytes) -> int:

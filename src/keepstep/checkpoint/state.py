@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import msgspec
@@ -78,6 +79,17 @@ class Span:
         return empty.set_(self.storage, self.start, (self.nbytes,))
 
 
+def with_state_dicts(state: Any) -> Any:
+    """``state`` with every object in its dicts, lists and tuples that has a ``state_dict()`` replaced by it."""
+    if hasattr(state, "state_dict") and hasattr(state, "load_state_dict"):
+        return state.state_dict()
+    if type(state) is dict:
+        return {key: with_state_dicts(value) for key, value in cast("dict[Any, Any]", state).items()}
+    if type(state) in (list, tuple):
+        return type(state)(with_state_dicts(value) for value in state)
+    return state
+
+
 def flatten(
     state: Any,
     *,
@@ -122,6 +134,23 @@ def flatten(
         moment=moment,
     )
     return header, spans
+
+
+def with_families(
+    header: StateHeader, spans: Sequence[Span], families: Iterable[tuple[Sequence[int], bool, bool]]
+) -> StateHeader:
+    """The header with those of the `optimizers.Family` that are whole, and whose storages are all among ``spans``."""
+    index = {identity(span.storage): number for number, span in enumerate(spans)}
+    there = [
+        (tuple([index[one] for one in ones]), decays)
+        for ones, is_whole, decays in families
+        if is_whole and all(map(index.__contains__, ones))
+    ]
+    # A storage belongs to one family; parameters that share a storage are left out.
+    count = Counter(chain.from_iterable(numbers for numbers, _ in there))
+    found = sorted(one for one in there if all(count[number] == 1 for number in one[0]))
+    decaying = tuple(place for place, (_, decays) in enumerate(found) if decays)
+    return msgspec.structs.replace(header, families=tuple(numbers for numbers, _ in found), decaying=decaying)
 
 
 def laid_out(header: StateHeader, spans: Sequence[Span]) -> torch.Tensor:

@@ -50,6 +50,8 @@ def parse(argv: list[str]) -> Options:
     flag("--no-validate", dest="validate", action="store_false", help="hold the job only when asked to")
     flag("--mitigate", choices=("off", "advise", "auto"), help="slowdowns that last")
     flag("--restart-hangs", action="store_true", help="have processes ended that hang for sure")
+    text = "have all ranks go back where it is sure whose state is wrong"
+    flag("--restore-corrupt", action="store_true", help=text)
     text = "how long a process that hangs is left alone; 0: by its timeouts and pauses"
     flag("--hang-patience", dest="hang_patience_s", type=float, metavar="SECONDS", help=text)
     flag("--stopped-patience", dest="stopped_patience_s", type=float, metavar="SECONDS", help="a stopped one")

@@ -57,6 +57,7 @@ class Backups:
         self._sent: dict[int, BackUp] = {}  # the last order to each peer
         self._changed, self._next_s = True, 0.0
         self._looking: tuple[Key, float] | None = None  # the next target, and since when it is
+        self._doubted: Key | None = None
 
     def heard(self, node: Node, message: Inventory) -> None:
         """Take a node's inventory: what its cache holds."""
@@ -116,8 +117,15 @@ class Backups:
                 break
         return found
 
-    def tick(self, cluster: Cluster, expected_nodes: int, now_s: float) -> list[tuple[int, BackUp]]:
-        """The orders to send now, by peer."""
+    def tick(
+        self, cluster: Cluster, expected_nodes: int, now_s: float, doubted: Key | None = None
+    ) -> list[tuple[int, BackUp]]:
+        """The orders to send now, by peer.
+
+        No snapshot from ``doubted`` on is backed up, as replicas differ in them: what is backed up stays.
+        """
+        self._changed = self._changed or doubted != self._doubted
+        self._doubted = doubted
         self._watch(cluster, now_s)
         self._look_again(now_s)
         if not self._changed or now_s < self._next_s or not self._ready(cluster, expected_nodes):
@@ -127,7 +135,9 @@ class Backups:
         homes = {rank: node.ranks for rank, node in cluster.nodes.items()}
         home_of = {rank: node for node, ranks in homes.items() for rank in ranks}
         stocks = {
-            rank: _stock(told, homes, home_of) for rank, told in self._told.items() if rank not in self._lost
+            rank: _stock(told, homes, home_of, self._doubted)
+            for rank, told in self._told.items()
+            if rank not in self._lost
         }
         domains = {rank: node.failure_domain for rank, node in cluster.nodes.items()}
         orders = self.plan.orders(homes.keys(), stocks, domains)
@@ -211,17 +221,20 @@ class Backups:
         return BackUp(keep, first, target, tuple(pulls), ranks, order.settled)
 
 
-def _stock(told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int]) -> Stock:
+def _stock(
+    told: _Told, homes: Mapping[int, Sequence[int]], home_of: Mapping[int, int], doubted: Key | None
+) -> Stock:
     own = told.message.node_rank
-    mine = homes.get(own, ())
+    mine = _common(told.own, homes.get(own, ()))
+    keep = _key(told.message.keep)
     return Stock(
-        own=_common(told.own, mine),
+        own=frozenset(key for key in mine if key == keep or not key.follows(doubted)),
         backups={
             home: keys
             for home in {home_of[rank] for rank in told.backups if rank in home_of}
             if (keys := _common(told.backups, homes[home]))
         },
-        keep=_key(told.message.keep),
+        keep=keep,
         first=_key(told.message.first),
         able=told.message.able,
     )

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 
+from keepstep.checkpoint.memory.slots import Key
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Effect, Send
 from keepstep.control.incidents.agents import Agents, Question, probes_of
 from keepstep.control.incidents.case import Desk
+from keepstep.control.incidents.corrupt_case import GO_BACK, CorruptCase
 from keepstep.control.incidents.crash_case import CrashCase
 from keepstep.control.incidents.early_slowness import EarlySlowness
 from keepstep.control.incidents.hang_case import HangCase
@@ -26,12 +28,15 @@ from keepstep.control.incidents.validations import Validations
 from keepstep.control.membership.pauses import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
+from keepstep.control.saved_checksums import SavedChecksums
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
-from keepstep.wire.messages import Kill, Probed, Profile, States
+from keepstep.detect.corruption import Compared, Difference
+from keepstep.wire.messages import Checksums, Doubt, Families, Kill, Probed, Profile, States, WhichFamilies
 
 _MOST_SLOW_CASES = 16
+_MOST_CORRUPT_CASES = 16
 
 
 class Cases:
@@ -58,6 +63,9 @@ class Cases:
         self.early = EarlySlowness(cluster)
         self.ignored = 0  # findings that made no sense
         self.recovery: Recovery | None = None  # the newest recovery of the job
+        self._checksums = SavedChecksums()
+        self.doubted: Key | None = None  # the first snapshot in which replicas differ that must not
+        self._gone_back: set[int] = set()  # wrong ranks for which all ranks went back
         self._open, self._settings, self._effects = open_cases, settings, effects
         self._remedy: HangRemedy | None = None
         self._waiting_again_s = 0.0  # until then ranks that all wait open no case
@@ -70,6 +78,8 @@ class Cases:
                 continue
             if incident.kind == "slow":
                 self._open.slow.append(SlowCase(self.desk, incident))
+            elif incident.kind == "corrupt":
+                self._open.corrupt.append(CorruptCase(self.desk, incident))
             elif incident.has_deaths:
                 self._open.crash = CrashCase(self.desk, incident)
             else:
@@ -97,6 +107,7 @@ class Cases:
         for case in self._open.all():
             case.end(now_s)
         self._open.slow.clear()
+        self._open.corrupt.clear()
         self._open.hang = self._open.crash = None
         self.desk.register.tell_untold()
 
@@ -163,6 +174,62 @@ class Cases:
         if found is not None:
             self._open.slow.append(SlowCase(self.desk, early=True))
             self._open.slow[-1].found(found, now_s)
+
+    def compare(self, node: Node, message: Checksums | Families, now_s: float) -> None:
+        """Take checksums of what a node's ranks saved, or which tensors these are of."""
+        if isinstance(message, Families):
+            found = self._checksums.introduced(message)
+        else:
+            found = self._checksums.heard(node.rank, node.ranks, message, self.desk.cluster.nodes)
+        for key, compared in found:
+            self._compared(key, compared, now_s)
+        if isinstance(message, Checksums) and node.agent is not None:
+            asked = self._checksums.unknown(message)
+            self._effects += [Send((node.agent,), WhichFamilies(digest)) for digest in asked]
+
+    def tell_doubt(self, peer: int) -> None:
+        """Tell an agent that has just come which snapshots are to be avoided."""
+        if self.doubted is not None:
+            self._effects.append(Send((peer,), Doubt(self.doubted.pack())))
+
+    def _compared(self, key: Key, compared: Compared, now_s: float) -> None:
+        for case in self._open.corrupt:
+            if not case.closed and compared.mended:
+                case.mended(compared.mended, key.step, now_s)
+        self._open.sweep()
+        if not self._open.corrupt and self.doubted is not None:
+            self._doubt(None)
+        for difference in compared.differences:
+            cases = [case for case in self._open.corrupt if case.odd == difference.odd]
+            if not cases and len(self._open.corrupt) >= _MOST_CORRUPT_CASES:
+                continue
+            if self.doubted is None or self.doubted.incarnation != key.incarnation:
+                self._doubt(key)
+            if not cases:
+                cases = [CorruptCase(self.desk)]
+                self._open.corrupt += cases
+            cases[0].differs(difference, key.incarnation, now_s)
+            if self._settings.restore_corrupt:
+                self._go_back(cases[0], difference, now_s)
+
+    def _doubt(self, key: Key | None) -> None:
+        """Have all nodes avoid the snapshot and later ones when they restore; None: none any more."""
+        self.doubted = key
+        agents = tuple(self.desk.cluster.agents().values())
+        self._effects.append(Send(agents, Doubt(key.pack() if key else 0)))
+
+    def _go_back(self, case: CorruptCase, difference: Difference, now_s: float) -> None:
+        """Have all ranks go back to the last step at which they were alike; once for each rank that is wrong."""
+        rank = difference.odd[0] if len(difference.odd) == 1 else None
+        if rank is None or rank in self._gone_back:
+            return
+        why = f"the state of rank {rank} is wrong since step {difference.since}"
+        standstill = self._open.standstill()
+        if refused := standstill or self.desk.rank_moves.go_back(why, now_s):
+            case.acted(Action("none", None, f"the ranks cannot go back: {refused}"))
+            return
+        self._gone_back.add(rank)
+        case.acted(Action(GO_BACK, None, f"to step {difference.alike}, the last at which they were alike"))
 
     def watch_waiting(self, now_s: float) -> None:
         """Open a hang's case when all ranks wait for others longer than usual: then none of them is in a pause.

@@ -33,9 +33,11 @@ from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import (
     Bye,
+    Checksums,
     Council,
     Ended,
     Failed,
+    Families,
     Found,
     Groups,
     Halt,
@@ -242,8 +244,7 @@ class Controller:
 
     def _locate(self, sender: Peer, message: Locate, now_s: float) -> None:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
-        if located is not None:
-            self._effects.append(Send((sender.number,), located))
+        self._effects += [Send((sender.number,), located)] if located is not None else []
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +254,7 @@ class Controller:
             self.ending.launchers.setdefault(sender.launcher, None)
         if agent_of is not None:
             self.backups.forget(agent_of.rank)
+            self.cases.tell_doubt(sender.number)
 
     def _heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> None:
         node = self.peers.heartbeat(sender, beat, now_s)
@@ -374,8 +376,8 @@ class Controller:
 
     def _tick_backups(self, now_s: float) -> None:
         if self.backups.copies and not self.ending.over:
-            for peer, order in self.backups.tick(self.cluster, self._expected_nodes, now_s):
-                self._effects.append(Send((peer,), order))
+            orders = self.backups.tick(self.cluster, self._expected_nodes, now_s, self.cases.doubted)
+            self._effects += [Send((peer,), order) for peer, order in orders]
 
     @property
     def _expected_nodes(self) -> int:
@@ -485,6 +487,7 @@ class Controller:
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),
+        **dict.fromkeys((Families, Checksums), lambda self, one, told, at: self.cases.compare(one, told, at)),
     }
     _ORDERS: ClassVar[_OrderHandlers] = {
         HaltThese: _halt,

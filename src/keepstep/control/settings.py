@@ -36,6 +36,9 @@ class Settings:
     restart_hangs: bool = False  # end processes that surely hang, so that the launchers restart the job
     hang_patience_s: float = 0.0  # how long one is left alone; 0: by the timeouts and pauses of its rank
     stopped_patience_s: float = 60.0  # how long a stopped one is left alone
+    restore_corrupt: bool = (
+        False  # have all ranks go back to when replicas were alike, where it is sure who is wrong
+    )
     max_restarts: int = 0  # how often the job may be restarted after failures
     seat: int = 0  # token of the launcher on this host; 0: the controller never moves to another host
     term: int = 0  # the term for which that launcher was elected; 1: the first, without an election

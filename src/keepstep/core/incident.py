@@ -8,7 +8,7 @@ from typing import Literal
 
 INCIDENT_SCHEMA = 1
 
-IncidentKind = Literal["slow", "hang", "crash", "desync"]
+IncidentKind = Literal["slow", "hang", "crash", "desync", "corrupt"]
 Confidence = Literal["high", "medium", "low"]
 
 LEFT_LOOP = "left the training loop"  # the cause of a culprit whose stack shows where it went

@@ -13,6 +13,7 @@ _ONSETS = {
     "hang": "last progress",
     "desync": "last progress",
     "crash": "first death",
+    "corrupt": "first save that differs",
 }
 _EVENTS = {
     "sharper": "sharper verdict",

@@ -23,7 +23,15 @@ _CULPRITS = 8  # most lines of culprits that are printed
 _EVIDENCE = 6  # most lines of evidence
 _LONGEST = 4000  # characters of a text that is folded into lines
 _ORDER = {"high": 0, "medium": 1, "low": 2}
-_STYLES = {"slow": "33;1", "hang": "31;1", "crash": "31;1", "desync": "31;1", "culprit": "1", "dim": "2"}
+_STYLES = {
+    "slow": "33;1",
+    "hang": "31;1",
+    "crash": "31;1",
+    "desync": "31;1",
+    "corrupt": "31;1",
+    "culprit": "1",
+    "dim": "2",
+}
 
 
 def render(

@@ -16,7 +16,7 @@ from keepstep.core.within import within
 from keepstep.wire.address import end_name, notice_dead_host
 from keepstep.wire.channel import HANDSHAKE_S, ClientChannel, Ends, Role
 from keepstep.wire.counters import Counters
-from keepstep.wire.messages import Heartbeat, Message, Profile, States
+from keepstep.wire.messages import Checksums, Heartbeat, Message, Profile, States
 from keepstep.wire.secret import RunKey
 from keepstep.wire.violation import Violation
 
@@ -154,7 +154,7 @@ class Client:
         elif isinstance(message, Heartbeat):
             self.counters.dropped += len(self._heartbeats) == self._heartbeats.maxlen
             self._heartbeats.append(message)
-        elif isinstance(message, Profile | States) and attempt is None:
+        elif isinstance(message, Profile | States | Checksums) and attempt is None:
             self.counters.dropped += 1
         else:
             if len(self._queue) >= self.limits.messages:

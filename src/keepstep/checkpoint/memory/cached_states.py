@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from keepstep.checkpoint import native
@@ -13,7 +13,15 @@ from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import GiveUp, Open, Reserve, ask
 from keepstep.checkpoint.memory.incoming import Incoming
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, Slot, map_slots
-from keepstep.checkpoint.memory.slots import Key, Record, free_slots, read_header, slot_bytes
+from keepstep.checkpoint.memory.slots import (
+    Key,
+    Record,
+    free_slots,
+    read_header,
+    read_record,
+    sealed_header,
+    slot_bytes,
+)
 from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.core.errors import CheckpointError
 
@@ -192,6 +200,37 @@ class CachedStates:
             header = read_header(view, record)
             with view[native.DATA_OFFSET : native.DATA_OFFSET + header.data_bytes] as data:
                 yield header, data
+
+    def glance(self, key: Key, rank: int) -> tuple[bytes, bytes] | None:
+        """A state's header and its table of checksums, as they are in the slot; None when it is not there, or damaged.
+
+        Nothing is locked, so no worker finds its slot taken because of it.
+        """
+        with self._guard, self._unlocked(key, rank) as found:
+            return sealed_header(*found) if found else None
+
+    def peek(self, key: Key, rank: int, pieces: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Some bytes of a state, as (offset in its data, how many); None when it is not there. Nothing is locked."""
+        with self._guard, self._unlocked(key, rank) as found:
+            if not found:
+                return None
+            begin = native.DATA_OFFSET
+            data = [bytes(found[0][begin + at : begin + at + nbytes]) for at, nbytes in pieces]
+            record = read_record(found[0])
+            return data if record and record.key == key else None
+
+    @contextmanager
+    def _unlocked(self, key: Key, rank: int) -> Generator[tuple[memoryview, Record] | None]:
+        if key in self.held(rank):
+            if all(slot.key() != key for slot in self._slots.get(rank, ())):
+                self._open(rank)  # a slot that grew was replaced by another
+            for slot in self._slots[rank]:
+                record = slot.record()
+                if record is not None and record.key == key:
+                    with memoryview(slot.memory) as view:
+                        yield view, record
+                    return
+        yield None
 
     def give_up(self, owner: int) -> None:
         """Give the slots of a backup back to the cache."""

@@ -6,14 +6,14 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader
 from keepstep.checkpoint.memory.cache_server import Open, Reserve, ask, claim
-from keepstep.checkpoint.memory.slot import Board, map_slots
-from keepstep.checkpoint.memory.slots import Key, kept_slots, next_slot, read_header
+from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK, Board, map_slots
+from keepstep.checkpoint.memory.slots import Key, kept_slots, newest_sound, next_slot, read_header
 from keepstep.core.errors import CheckpointError
 
 _DEVICE = re.compile(rb'"cuda:[0-9]+"')
@@ -38,6 +38,7 @@ class RankSlots:
             self.board = Board(os.dup(answer.board))
             self.slots = map_slots(answer.slots)
         self.limit_bytes, self._backed = answer.limit_bytes, answer.backed
+        self._enlarged = False  # whether a slot more was asked for, to keep a snapshot before a doubted one
         self._populating: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -161,9 +162,11 @@ class RankSlots:
         ``complete`` gives the newest key that all ranks hold, and ``dead`` tells of a newer one that some rank never
         will; they are called only when no slot is empty.
         """
+        if self.board.doubted():
+            self._make_room_for_sound()
         keys = self.held()
         waiting = {index for index, slot in enumerate(self.slots) if slot.wanted()}
-        busy = kept_slots(keys, *self.board.kept(), waiting)
+        busy = kept_slots(keys, *self.board.kept(), waiting, self.board.doubted())
         newest, asked = None, False
         while True:
             index = next_slot(keys, newest, busy)
@@ -178,6 +181,18 @@ class RankSlots:
                 self.board.put(self.rank, index, None)
                 return index
             busy.add(index)
+
+    def _make_room_for_sound(self) -> None:
+        """Get a slot more, once, if that lets the newest snapshot before the doubted one be kept."""
+        keys, doubted = self.held(), self.board.doubted()
+        without = kept_slots(keys, *self.board.kept())
+        if self._enlarged or newest_sound(keys, doubted) is None or len(keys) >= len(without) + 3:
+            return
+        self._enlarged = True
+        if len(self.slots) < SLOTS_PER_RANK:
+            nbytes = max(slot.nbytes for slot in self.slots)
+            with suppress(CheckpointError):  # there is no memory: the snapshot is overwritten in its turn
+                self._open(Reserve(self.rank, nbytes, len(keys) + 1, tuple(range(len(keys)))))
 
     def make_room(self, nbytes: int, index: int | None = None) -> None:
         """Reserve slots of ``nbytes``: all of them when there are none yet, else a larger one in place of ``index``.

@@ -186,6 +186,14 @@ class Board:
         first = Key.unpack(self._words[_KEEP + 1])
         return Key.unpack(self._words[_KEEP]), first
 
+    def doubt(self, key: Key | None) -> None:
+        """Mark the first snapshot in which replicas differ that must not: it and later ones are to be avoided."""
+        self._words[_KEEP + 2] = key.pack() if key else 0
+
+    def doubted(self) -> Key | None:
+        """The key of the last `doubt`."""
+        return Key.unpack(self._words[_KEEP + 2])
+
     def close(self) -> None:
         """Unmap the board."""
         self._words.release()

@@ -50,6 +50,10 @@ class Key(NamedTuple):
             )
         return self.incarnation << _STEP_BITS | self.step + 1
 
+    def follows(self, other: Key | None) -> bool:
+        """Whether it is of the same incarnation as ``other``, and not older."""
+        return other is not None and self.incarnation == other.incarnation and self >= other
+
     @classmethod
     def unpack(cls, number: int) -> Key | None:
         """The key that `pack` turned into ``number``; None for 0."""
@@ -116,14 +120,21 @@ def read_header(slot: memoryview, record: Record) -> StateHeader:
         SnapshotDamaged: the header is not the one that was sealed.
         CheckpointError: the header does not belong to this record.
     """
-    text = bytes(slot[record.header_at : record.header_at + record.header_bytes])
-    table = bytes(slot[record.table_at : record.table_at + 8 * record.storages])
-    if native.checksum(table, native.checksum(text)) != record.header_checksum:
+    if (found := sealed_header(slot, record)) is None:
         raise SnapshotDamaged("the header is damaged")
+    text, table = found
     header = with_checksums(decode_header(text), tuple(array("Q", table)))
     if (header.step, header.incarnation, header.data_bytes) != record[:3]:
         raise CheckpointError("the header is of another snapshot")
     return header
+
+
+def sealed_header(slot: memoryview, record: Record) -> tuple[bytes, bytes] | None:
+    """The header in a slot and the table of its storages' checksums; None when they are not those that were sealed."""
+    text = bytes(slot[record.header_at : record.header_at + record.header_bytes])
+    table = bytes(slot[record.table_at : record.table_at + 8 * record.storages])
+    sound = native.checksum(table, native.checksum(text)) == record.header_checksum
+    return (text, table) if sound else None
 
 
 def damaged_storages(
@@ -139,6 +150,11 @@ def damaged_storages(
         for i, (entry, found) in enumerate(zip(header.storages, sums, strict=True))
         if entry.checksum != found
     ]
+
+
+def unspoilt(keys: Iterable[Key], doubted: Key | None) -> frozenset[Key]:
+    """The keys without those that follow ``doubted``, the first snapshot in which replicas differ that must not."""
+    return frozenset(key for key in keys if not key.follows(doubted))
 
 
 def newest_common(held: Iterable[AbstractSet[Key]]) -> Key | None:
@@ -177,21 +193,37 @@ def kept_slots(
     backed_up: Key | None,
     first: Key | None,
     waiting: AbstractSet[int] = frozenset(),
+    doubted: Key | None = None,
 ) -> set[int]:
-    """The slots not to be overwritten: those ``waiting`` for storage, and those that backups need.
+    """The slots not to be overwritten: those ``waiting`` for storage, the `newest_sound`, and those that backups need.
 
-    Backups need the snapshot that is backed up now, and the oldest one from ``first`` on. Both are kept, or the former
-    only, or neither, so that two more slots are left for the worker to take turns in.
+    Backups need the snapshot that is backed up now, and the oldest one from ``first`` on. What is kept leaves two more
+    slots for the worker to take turns in; of several that would leave fewer, the sound one is kept first, then the one
+    that is backed up.
     """
     kept = set(waiting)
     later = min(
         ((key, index) for index, key in enumerate(keys) if key and first and key >= first), default=None
     )
     backed = {index for index, key in enumerate(keys) if key and key == backed_up}
-    for needed in (backed, {later[1]} if later else set[int]()):
+    sound = newest_sound(keys, doubted)
+    for needed in ({sound} if sound is not None else set[int](), backed, {later[1]} if later else set[int]()):
         if len(keys) >= len(kept | needed) + 2:
             kept |= needed
     return kept
+
+
+def newest_sound(keys: Sequence[Key | None], doubted: Key | None) -> int | None:
+    """The slot with the newest snapshot before ``doubted``, which is of the same incarnation; None without either.
+
+    Replicas are known to differ in the doubted one and those that follow it.
+    """
+    older = [
+        (key, index)
+        for index, key in enumerate(keys)
+        if key and doubted and key < doubted and key.incarnation == doubted.incarnation
+    ]
+    return max(older)[1] if older else None
 
 
 def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None = None) -> list[int]:
@@ -204,13 +236,17 @@ def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None
     return empty + [index for _, index in sorted(old)]
 
 
-def agree(offers: Mapping[int, AbstractSet[Key]]) -> Key | None:
+def agree(offers: Mapping[int, AbstractSet[Key]], doubted: Key | None = None) -> Key | None:
     """The snapshot that all ranks resume from: the newest that each of them offers; None when no rank offers any.
+
+    One that follows ``doubted`` is the last resort.
 
     Raises:
         CheckpointError: no snapshot is offered by all ranks; the message says which rank has what.
     """
-    best = newest_common(offers.values())
+    best = newest_common(unspoilt(keys, doubted) for keys in offers.values()) or newest_common(
+        offers.values()
+    )
     if best is not None or not any(offers.values()):
         return best
     by_offer: dict[tuple[Key, ...], list[int]] = {}

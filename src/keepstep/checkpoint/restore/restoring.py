@@ -58,6 +58,9 @@ class Restoring:
     def begun(self) -> bool:
         return not self._spoiled and all(offer.header.first for offer in self._offers.values())
 
+    def doubted(self) -> Key | None:
+        return self.cache.board.doubted()
+
     def elsewhere(self) -> Elsewhere:
         if self.service is None:
             return Elsewhere()

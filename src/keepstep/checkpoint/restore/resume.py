@@ -13,7 +13,7 @@ from typing import Protocol
 
 from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK
-from keepstep.checkpoint.memory.slots import Key, agree
+from keepstep.checkpoint.memory.slots import Key, agree, unspoilt
 from keepstep.core.errors import CheckpointError
 from keepstep.core.ranges import fold_ranks
 
@@ -66,6 +66,10 @@ class Rank(Protocol):
         """Whether all that the cache holds was saved before any snapshot was known to be whole, and is undamaged."""
         ...
 
+    def doubted(self) -> Key | None:
+        """The first snapshot in which replicas are known to differ that must not; None when none do."""
+        ...
+
     def elsewhere(self) -> Elsewhere:
         """Ask all other sources what they have."""
         ...
@@ -107,6 +111,7 @@ class Agreed:
         moved: ranks that did not have the state in their node's cache.
         alike: whether the state is known to be the same on all ranks.
         given_up: why states in the caches are not kept; "" when none are given up.
+        doubted: the first snapshot in which replicas differ that must not; None when none do.
     """
 
     key: Key | None
@@ -116,6 +121,18 @@ class Agreed:
     moved: tuple[int, ...] = ()
     alike: bool = False
     given_up: str = ""
+    doubted: Key | None = None
+
+    @property
+    def warning(self) -> str:
+        """What has to be said about doubted snapshots; "" where there is nothing."""
+        if not self.key or not self.doubted or self.key.incarnation != self.doubted.incarnation:
+            return ""
+        is_doubted = self.key.follows(self.doubted)
+        what = (
+            ", and no older snapshot is left" if is_doubted else ": only snapshots from before are restored"
+        )
+        return f"replicas differ from step {self.doubted.step} on{what}"
 
 
 def keys_of(row: Row) -> frozenset[Key]:
@@ -129,6 +146,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     Other sources are asked when the caches alone do not decide: when not all ranks have the same newest state.
     Ranks of which no snapshot was ever whole, because they died over the first ones or do not save the same steps,
     begin anew. States that were not saved at the same moment are never restored together, whatever their step is.
+    A state in which replicas differ that must not is taken only where there is no other.
 
     ``incarnation`` is the launcher's number of the incarnation; the agreed one is at least that.
 
@@ -138,10 +156,13 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     """
     own = set(rank.own())
     here = frozenset(own)
-    rows = yield row_of(own, rank.begun())
+    mark = rank.doubted()
+    rows = yield row_of(own, rank.begun(), False, mark.pack() if mark else 0)
     held = _in_caches(rows)
     begun = all(row[0] for row in rows)
-    ask = len({max(keys, default=None) for keys in held}) > 1 or not held[0]
+    doubted = _first_doubted(Key.unpack(row[2]) for row in rows)
+    sound = [unspoilt(keys, doubted) for keys in held]
+    ask = len({max(keys, default=None) for keys in sound}) > 1 or not sound[0]
     talk = _Talk(rank, incarnation, held)
     moved: set[Key] = set()
     lost: set[Key] = set()  # states that another source offered but could not bring
@@ -153,7 +174,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
         rows = yield row_of(own | (found.keys - lost - unlike), bool(lost) or bool(half), bool(others))
         anew = begun and talk.nothing_new and not any(row[0] or row[1] for row in rows)
         try:
-            key = agree({number: keys_of(row) for number, row in enumerate(rows)})
+            key = agree({number: keys_of(row) for number, row in enumerate(rows)}, doubted)
         except CheckpointError as error:
             if anew:
                 return Agreed(None, talk.incarnation, given_up=_UNLIKE if unlike else _NEVER_WHOLE)
@@ -197,13 +218,20 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             pending = frozenset(one for one in frozenset[Key].intersection(*held) if one < key)
             others = tuple(number for number, row in enumerate(rows) if row[2])
             alike = len({row[3] for row in rows}) == 1 and rows[0][3] > 0
-            return Agreed(key, talk.incarnation, pending, any(row[1] for row in rows), others, alike)
+            wanted = any(row[1] for row in rows)
+            return Agreed(key, talk.incarnation, pending, wanted, others, alike, doubted=doubted)
         half, ask = "the state is half restored, and ", True
         if result == Copied.DAMAGED:
             rank.drop(key)
             own.discard(key)
             if key in moved:
                 lost.add(key)
+
+
+def _first_doubted(marks: Iterable[Key | None]) -> Key | None:
+    """Of the marks in the caches of all ranks the first one of the newest incarnation."""
+    found = [mark for mark in marks if mark]
+    return min((mark for mark in found if mark.incarnation == max(found).incarnation), default=None)
 
 
 def begin(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:

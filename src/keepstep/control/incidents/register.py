@@ -124,7 +124,7 @@ class Register:
         settings = self._settings
         if incident.kind == "slow":
             return _OUTLOOK[settings.mitigate], None
-        if incident.kind == "crash" or standing is None:
+        if incident.kind in ("crash", "corrupt") or standing is None:
             return "", None
         if not settings.restart_hangs:
             why = "--on-hang report" if settings.max_restarts else "--max-restarts ends them"

@@ -120,6 +120,8 @@ class Pauses:
         if pause.peer is None:
             if self._reforming.under_way:
                 return self.give_up("a failure was faster")  # its re-forming takes in newcomers
+            if not pause.unsealed:  # the ranks go back to a step that is sealed already
+                return self.order(pause, now_s)
             # Some node may not have heard.
             return self.give_up("not all ranks sealed a step") if now_s >= pause.until_s else []
         if pause.peer not in peers:
@@ -189,6 +191,13 @@ class RankMoves:
         by_rank, until_s = self._by_rank, now_s + _WARM_S + SEAL_S
         named = {launcher: unfit[rank] for rank, launcher in by_rank.items() if rank in unfit}
         self._pauses.want(Pause("replace", until_s, set(by_rank.values()), why=why, unfit=named))
+        return ""
+
+    def go_back(self, why: str, now_s: float) -> str:
+        """Have all ranks begin again from what they have sealed already; why not, or ""."""
+        if refused := self._objection("restart"):
+            return refused
+        self._pauses.want(Pause("restart", now_s + SEAL_S, set(), why=why))
         return ""
 
     def irreplaceable(self, nodes: Collection[int]) -> str:

@@ -158,6 +158,11 @@ def _add_own(group: Any) -> None:
         "with --max-restarts: end a process that hangs for sure (restart, default), or only say it (report)"
     )
     group.add_argument("--on-hang", metavar="report|restart", help=text)
+    text = (
+        "a rank whose state has silently turned wrong: say it (report, default), or with --max-restarts have all ranks "
+        "go back to when it was right, where three hold copies (restore)"
+    )
+    group.add_argument("--on-corrupt", metavar="report|restore", help=text)
     text = "how long a process that hangs is left alone (0: by its timeouts and pauses, 10 minutes or so)"
     group.add_argument("--hang-patience", dest="hang_patience_s", type=float, metavar="S", help=text)
     text = "how long a stopped process is left alone (60)"

@@ -81,6 +81,7 @@ class Job:
     validate: bool  # hold the job and test devices and links when in doubt
     mitigate: str  # what is done about slowdowns that last: off, advise, auto
     restart_hangs: bool  # a process that certainly hangs is ended
+    restore_corrupt: bool  # where it is sure whose state is wrong, all ranks go back to when it was right
     hang_patience_s: float  # how long one is left alone; 0: by the timeouts and pauses of its rank
     stopped_patience_s: float  # how long a stopped one is left alone
     secret_file: Path | None
@@ -160,6 +161,8 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         validate=value["validate"],
         mitigate=_one_of("--mitigate", value["mitigate"].strip(), "auto", "advise", "off"),
         restart_hangs=_one_of("--on-hang", value["on_hang"].strip(), "report", "restart") == "restart"
+        and given.max_restarts > 0,
+        restore_corrupt=_one_of("--on-corrupt", value["on_corrupt"].strip(), "report", "restore") == "restore"
         and given.max_restarts > 0,
         hang_patience_s=_not_negative("--hang-patience", value["hang_patience_s"]),
         stopped_patience_s=_not_negative("--stopped-patience", value["stopped_patience_s"]),

@@ -20,6 +20,11 @@ SETTINGS = (
         "restart: end a process that hangs for sure, if restarts are left; report: only say who hangs",
     ),
     _setting(
+        "on_corrupt",
+        "report",
+        "restore: all ranks go back to when a rank's state was right, if restarts are wanted; report: only say it",
+    ),
+    _setting(
         "hang_patience_s",
         0.0,
         "how long a process that hangs is left alone; 0: by the timeouts and pauses of its rank, 10 minutes or so",

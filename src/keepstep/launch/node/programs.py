@@ -231,6 +231,7 @@ def controller_command(
         *(() if job.validate else ("--no-validate",)),
         *(("--mitigate", job.mitigate) if job.mitigate != "auto" else ()),
         *(("--restart-hangs",) if job.restart_hangs else ()),
+        *(("--restore-corrupt",) if job.restore_corrupt else ()),
         *(("--hang-patience", f"{job.hang_patience_s:g}") if job.hang_patience_s else ()),
         *("--stopped-patience", f"{job.stopped_patience_s:g}"),
         *(("--max-restarts", str(job.max_restarts)) if job.max_restarts else ()),

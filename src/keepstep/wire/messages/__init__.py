@@ -28,6 +28,8 @@ AgentMessage = (
     | Splits
     | Inventory
     | Locate
+    | Families
+    | Checksums
     | Bye
 )
 LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Ended | Bye
@@ -50,6 +52,8 @@ ToNode = (
     | Shares
     | BackUp
     | Located
+    | Doubt
+    | WhichFamilies
     | Validated
     | Operated
     | SaveRings

@@ -1,4 +1,4 @@
-"""Messages about which snapshots a node holds, and which it should fetch from other nodes."""
+"""Messages about which snapshots a node holds, which it should fetch from other nodes, and what is the same in them."""
 
 from __future__ import annotations
 
@@ -81,3 +81,50 @@ class Located(Message, frozen=True):
     request: int
     holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=8 * limits.MOST_HELD_RANKS)] = ()
     waits: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class NamedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor whose checksums are told (see `detect.corruption.Tensor`)."""
+
+    name: limits.Line
+    kind: limits.Line
+    single: bool = False
+    decays: bool = False
+
+
+TensorFamily = Annotated[tuple[NamedTensor, ...], msgspec.Meta(min_length=1, max_length=limits.MOST_KEPT)]
+
+
+class WhichFamilies(Message, frozen=True):
+    """What are the families with this digest? Answered by `Families`."""
+
+    digest: limits.Digest
+
+
+class Families(Message, frozen=True):
+    """Parameters, each with what its optimizer keeps for it, to which `Checksums` refer by their digest."""
+
+    digest: limits.Digest
+    families: Annotated[tuple[TensorFamily, ...], msgspec.Meta(max_length=limits.MOST_FAMILIES)]
+
+
+class RankChecksums(msgspec.Struct, frozen=True, array_like=True):
+    """The checksums that are the same on some ranks: 8 bytes, little-endian, for each tensor of the `Families`."""
+
+    ranks: limits.Ranks
+    families: limits.Digest  # 0: there are none
+    checksums: Annotated[bytes, msgspec.Meta(max_length=8 * limits.MOST_FAMILIES * limits.MOST_KEPT)]
+
+
+class Checksums(Message, frozen=True):
+    """The checksums of parameters and optimizer states in one snapshot of all ranks of a node."""
+
+    node_rank: int
+    key: limits.Key
+    rows: Annotated[tuple[RankChecksums, ...], msgspec.Meta(max_length=limits.MOST_HELD_RANKS)]
+
+
+class Doubt(Message, frozen=True):
+    """The first snapshot in which replicas differ that must not: it and later ones are a restore's last resort."""
+
+    key: limits.KeyOrNone

@@ -12,6 +12,8 @@ PROTOCOL = 3
 MOST_HELD_KEYS = 8  # most snapshots of one rank that one node holds
 MOST_HELD_RANKS = 4096  # most ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4
+MOST_FAMILIES = 1 << 16  # most parameters of a rank whose checksums are compared
+MOST_KEPT = 16  # most tensors that belong to one of them, with itself
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # bounds on how long a validation may hold the job
 MOST_NOTICES = 16  # most that one node's operator is told at once
 MOST_LABEL = 100  # most characters in a failure domain's name
@@ -23,6 +25,7 @@ MOST_LOAD_BYTES = 64 << 20  # most test data that one probe sends
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Ranks = Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_HELD_RANKS)]
 Key = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]  # a packed `checkpoint.memory.slots.Key`
+Digest = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 KeyOrNone = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # 0: no snapshot
 Endpoints = Annotated[tuple[Endpoint, ...], msgspec.Meta(max_length=MOST_NODE_ENDPOINTS)]
 Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]

@@ -15,8 +15,7 @@ from keepstep.checkpoint import native
 from keepstep.checkpoint.header import StateHeader, encode_header
 from keepstep.checkpoint.memory.slots import read_header, read_record
 from keepstep.checkpoint.restore.filling import Filling
-from keepstep.checkpoint.snapshot import with_state_dicts
-from keepstep.checkpoint.state import flatten
+from keepstep.checkpoint.state import flatten, with_state_dicts
 from keepstep.core.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("copy_engine")

@@ -82,6 +82,14 @@ def test_a_hang_is_ended_only_where_the_job_may_begin_again(flags: tuple[str, ..
     assert job(*flags, "train.py").restart_hangs is ended
 
 
+def test_ranks_go_back_only_on_demand_and_where_the_job_may_begin_again() -> None:
+    assert not job("--max-restarts", "3", "train.py").restore_corrupt
+    assert not job("--on-corrupt", "restore", "train.py").restore_corrupt
+    assert job("--on-corrupt", "restore", "--max-restarts", "3", "train.py").restore_corrupt
+    with pytest.raises(UsageError, match="--on-corrupt"):
+        job("--on-corrupt", "mend", "train.py")
+
+
 def test_the_controller_moves_only_where_that_is_wanted_and_the_job_can_go_on() -> None:
     several = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "node0")
     assert job(*several, "--max-restarts", "2").elects
