@@ -161,8 +161,10 @@ def test_a_full_disk_is_told_once_and_files_follow_when_there_is_room(job: Job, 
     code, err = job.finish()
     assert code == 0, err
     assert err.count("cannot be written (No space left on device): watching goes on in memory") == 1, err
-    assert "Traceback" not in err
-    assert "Logging error" not in err
+    ours = [
+        line for line in err.splitlines() if not line.startswith("[rank")
+    ]  # one may die of the other's death
+    assert not [line for line in ours if "Traceback" in line or "Logging error" in line], err
     kinds = [json.loads(one.read_text())["kind"] for one in (job.run / "incidents").glob("*.json")]
     assert "crash" in kinds
     assert sorted(one.name for one in (job.run / "rings").iterdir()) == ["rank-00000.ring", "rank-00001.ring"]

@@ -148,11 +148,12 @@ class NodeAgent:
                 self._look_at_sockets(now_ns)
         return busy
 
-    def take_together(self) -> None:
-        """Take twice as many short iterations together as before, because the agent costs too much."""
+    def take_together(self) -> bool:
+        """Take twice as many short iterations together, as the agent costs too much. Whether some are short enough."""
         self._together = min(2 * self._together, _MOST_TOGETHER)
         for ring in self._rings:
             ring.track.cutter.together = self._together
+        return any(ring.track.together > 1 for ring in self._rings)
 
     def hold(self, message: Message) -> None:
         """Carry out a message of the controller about holds."""

@@ -30,7 +30,7 @@ logger = logging.getLogger("keepstep.agent")
 
 _POLL_S = 0.05
 _SLOW_POLL_S = 0.2  # time between polls from which on short iterations are taken together, too
-_SLOWEST_POLL_S = 0.5
+_SLOWEST_POLL_S = 0.5  # where they are taken together
 _IDLE_POLL_S = 0.1
 _QUIET_POLLS = 100
 _FILLED = 0.25  # share of a ring that may be written between two polls, whatever the polls cost
@@ -289,9 +289,8 @@ class Program:
         # Polls are made less often while the agent's share of a core is above its budget, else more often again. Where
         # that is not enough, short iterations are taken together for good: single ones would make other noise.
         if share > _CPU_SHARE:
-            if self._interval_s >= _SLOW_POLL_S:
-                self._agent.take_together()
-            self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S)
+            short = self._interval_s >= _SLOW_POLL_S and self._agent.take_together()
+            self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S if short else _SLOW_POLL_S)
         elif share < 0.7 * _CPU_SHARE:
             self._interval_s = max(self._interval_s / 1.1, _POLL_S)
 

@@ -116,11 +116,12 @@ class StateHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     storages: tuple[StorageEntry, ...]
     tensors: tuple[TensorEntry, ...]
     version: int = VERSION
-    first: bool = False  # whether no snapshot of this training was known to be whole on all ranks before
-    moment: Packed = 0  # when the rank saved, as `matching.Moment` packs it; 0: not known
     # Storages that belong together: of a parameter, first, and of what its optimizer keeps for it.
     families: tuple[Counts, ...] = ()
     decaying: Counts = ()  # those of the families that weight decay may change without a gradient
+    # What a rank knows of itself stays at the end, where `RankSlots.digest` leaves it out.
+    first: bool = False  # whether no snapshot of this training was known to be whole on all ranks before
+    moment: Packed = 0  # when the rank saved, as `matching.Moment` packs it; 0: not known
 
 
 def encode_header(header: StateHeader) -> bytes:

@@ -24,6 +24,7 @@ from keepstep.core.events import Kind, Phase
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
 LONGEST_TOGETHER_NS = 2_000_000_000
+_SHORT_NS = 25_000_000  # longest mean time of iterations that are cut together
 _OTHERS = 0.25  # operations more or fewer than usual in an iteration, on average, with which several are still alike
 _FIRST_SEQ = 1  # the ring counts from 1
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
@@ -47,8 +48,9 @@ class IterationCutter:
     earlier iterations then have another length and should be forgotten.
 
     ``together``, a power of two, is how many iterations are cut together where they are short and alike: at most as
-    many as last 2 s, with their usual operations and without pauses but for checkpoints. They end before a step that is
-    a multiple of it, so that all ranks cut alike. 1, as it is at first: each is cut singly.
+    many as last 2 s, of 25 ms each at most, with their usual operations and without pauses but for checkpoints.
+    They end before a step that is a multiple of it, so that all ranks cut alike. 1, as it is at first: each is cut
+    singly.
     """
 
     def __init__(self, records: int = 65536) -> None:
@@ -295,6 +297,8 @@ class IterationCutter:
         if not ended or self._edge_ns is None or first < WARM_UP_STEPS:
             return 1, None
         together, each_ns = self.together, (last_ns - self._edge_ns) / ended
+        if each_ns > _SHORT_NS:
+            return 1, None
         while together > 1 and together * each_ns > LONGEST_TOGETHER_NS:
             together //= 2
         count = together - (first + self.first_step) % together

@@ -49,6 +49,7 @@ class RankTrack:
         watch: makes findings of the iterations and of the rank's progress.
         thread: the thread that made the latest record; 0 before the first.
         waiting: whether the rank makes no progress because it is blocked in an operation.
+        together: how many iterations were cut together last.
         steps: how many iterations it has made since this agent has followed it.
         standing: the findings that still hold, by kind.
         failed: the latest operations that ended with an error, and after which none was entered that ended well.
@@ -64,6 +65,7 @@ class RankTrack:
         self._history: deque[IterationSummary] = deque(maxlen=HISTORY)  # iterations that were cut singly
         self.latest: IterationSummary | None = None
         self.steps = 0
+        self.together = 1
         self.standing: dict[str, Finding] = {}
         self.failed: Rows | None = None
         self.clock = ClockSampler(rank, local)
@@ -223,6 +225,7 @@ class RankTrack:
         summary = summarise(cut, self.rank, self._names)
         self.latest = summary
         self.steps += cut.steps
+        self.together = cut.steps
         taken.iterations.append((summary, cut.steps))
         if cut.whole:
             if cut.steps == 1:

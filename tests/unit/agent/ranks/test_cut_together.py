@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from tests.unit.agent import agent_generator as g
 
+from keepstep.agent.ranks import iterations
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.iterations import LONGEST_TOGETHER_NS, IterationCutter
 from keepstep.agent.ranks.summarise import summarise
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.finding import Finding
+
+
+@pytest.fixture(autouse=True)
+def long_ones_count_as_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterations, "_SHORT_NS", 1_000_000_000)
+
 
 LOOPS = {
     "ddp": (2, g.ddp(60)),
@@ -58,6 +65,12 @@ def test_iterations_cut_together_are_those_cut_singly(loop: str, period_ms: floa
     marked = "not marked" not in loop
     for cut in apart:
         assert content(cut)[: 3 + marked] == content(singly[cut.step])[: 3 + marked]
+
+
+def test_iterations_that_are_not_short_are_cut_singly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    rank = g.Job(1).play(g.ddp(60)).ranks[0]
+    assert all(cut.steps == 1 for cut in cut_all(rank, 64, 50.0))
 
 
 def test_times_of_iterations_cut_together_are_their_means() -> None:
