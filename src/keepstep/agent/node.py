@@ -47,7 +47,7 @@ _SILENT_NS = 1_000_000_000
 _BUSIEST = 16  # network paths that are sent with the states
 _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a request for states takes a new one
 _MOST_TOGETHER = 1024  # most iterations that are taken together, however short
-_EARLY_STEPS, _EARLY_EVERY = 30, 2  # of an incarnation, which are told at once; a heartbeat for so many
+_EARLY_STEPS, _EARLY_EVERY = 30, 2  # The first steps of an incarnation, and how many a heartbeat is sent for.
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
 _STARTING_NS = (
     30_000_000_000  # a hang in the start-up is told so often: the others may come to wait for it later

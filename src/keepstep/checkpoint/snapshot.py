@@ -120,7 +120,7 @@ class Snapshots:
         self._begun = self._saved = False
         self._whole = False  # whether some snapshot of this training is known to be whole on all ranks
         self._last: Key | None = None
-        self._number = 0  # of the last save in this incarnation
+        self._number = 0  # number of the last save in this incarnation
         self._pace = Pace(collectives)
         self._matches = Matches(store, worker.rank, worker.world_size, worker.incarnation)
         self._in_vain = False  # whether the last wait for a slot, if there was one, was in vain

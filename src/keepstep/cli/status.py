@@ -17,7 +17,11 @@ from keepstep.traces import Run, notices_of, open_run
 _STALE_S = (
     10.0  # a status file older than this, or from later than now, has to change to be the present state
 )
-_CHANGES_S, _FEW_NODES, _RARELY_S = 2.5, 1024, 7.0  # it changes in this time, and in that with more nodes
+_CHANGES_S, _FEW_NODES, _RARELY_S = (
+    2.5,
+    1024,
+    7.0,
+)  # seconds in which the file changes, up to so many nodes; with more
 _LOOK_S = 0.1
 _COLUMNS = ("RANKS", "NODE", "STATE", "STEP", "PHASE", "ITER", "OWN", "IDLE", "WAITS IN")
 _WIDTHS = (12, 16, 9, 8, 14, 9, 9, 8, 0)

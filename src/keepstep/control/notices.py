@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-_AGAIN_S = 3600.0  # so long after it held last, it is told again; and for so long lines are counted
+_AGAIN_S = 3600.0  # time after which a line that held before is told again, and for which lines are counted
 _MOST_TOLD = 8
 _MOST_KEPT = 4096
 _MORE = "more such lines are in `keepstep status`"

@@ -23,7 +23,7 @@ class SavedChecksums:
         self._held: dict[int, Held | None] = {}  # by digest of `Families`; None: too many to compare
         self._asked: dict[int, int] = {}  # the save, as a packed key, at which a digest was asked for last
         self._pending: dict[Key, dict[int, tuple[RankChecksums, ...]]] = {}  # by node rank
-        self._complete: dict[Key, list[RankChecksums]] = {}  # of all nodes, oldest first
+        self._complete: dict[Key, list[RankChecksums]] = {}  # told by all nodes, oldest first
 
     def unknown(self, message: Checksums) -> list[int]:
         """The digests in a message whose families are to be asked for: once in each save, of one node."""

@@ -102,13 +102,13 @@ class Comparison:
         self._names: list[str] = []
         # By tensor's number:
         self._family = np.zeros(0, np.intp)  # number of the family's parameter
-        self._driven = np.zeros(0, bool)  # it tells of gradients: it is no counter
+        self._driven = np.zeros(0, bool)  # whether it tells of gradients, as no counter does
         self._decays = np.zeros(0, bool)  # weight decay may change all of its family
         self._saves = np.zeros(0, np.int32)  # in how many saves in a row it was alike
         self._values = np.zeros(0, np.int32)  # how many values one after the other it had in these
         self._value = np.zeros(0, np.uint64)  # checksum in the last save in which it was alike
         self._step = np.zeros(0, np.int64)  # step of that save
-        self._ranks = np.zeros(0, np.uint64)  # which ranks held it at the last save
+        self._ranks = np.zeros(0, np.uint64)  # sum of `_mixed` over the ranks that held it at the last save
         self._private = np.zeros(0, bool)  # it has differed without a proof: never judged
         self._named = np.zeros(0, bool)  # it has differed after a proof
 

@@ -16,8 +16,8 @@ from keepstep.agent.ranks.custom import CustomLoop
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
 from keepstep.agent.ranks.intervals import NOTHING, Union
+from keepstep.agent.ranks.marked_pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.markers import StepMarkers
-from keepstep.agent.ranks.pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
 

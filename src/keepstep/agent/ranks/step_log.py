@@ -14,7 +14,7 @@ from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.summary import IterationSummary
 
 LIMIT_BYTES = 64 << 20
-_MOST_WAITING_BYTES = 4 << 20  # of the newest lines that are kept while the file cannot be written
+_MOST_WAITING_BYTES = 4 << 20  # Newest lines that are kept while the file cannot be written.
 _TAIL_BYTES = 1 << 16
 _STEPS_OPEN = 16
 _SAME_S = 1e-5  # largest difference of two times that count as the same; times are written in microseconds

@@ -17,7 +17,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _TORCH = "/torch/lib/libtorch_python.so"
 _OURS = "/keepstep/ring/_native."
 _MOST_LINES, _MOST_TEXT = 8, 500
-_MOST_PROCESSES = 16  # of one worker: a shell or a wrapper may have started the training
+_MOST_PROCESSES = 16  # Processes below one worker: a shell or a wrapper may have started the training.
 
 
 def noticed_of(node: str, reasons: Mapping[int, str]) -> list[str]:

@@ -40,7 +40,7 @@ _LOOK_S = 0.05
 _PACE_S = 10.0  # how often it is considered what share of the saves is told
 _CPU_SHARE = 0.01  # most of one core that this may take
 _BYTES_PER_S = 4 << 20  # most that all nodes together may send to the controller
-_BURST_BYTES = 32 << 20  # and most at once
+_BURST_BYTES = 32 << 20  # bytes that may be sent at once
 _RAREST = 16  # one save of 2**16 is told at the least
 _MOST_LAYOUTS = 64
 _LEAST_LOOKED_AT, _MOST_LOOKED_AT = 8, 256  # numbers of a tensor that tell whether a gradient has changed it
@@ -68,7 +68,7 @@ class _Layout:
 
     parts: tuple[bytes, bytes, bytes, bytes]
     families: int  # their digest; 0: there is nothing to tell
-    storages: tuple[int, ...]  # whose checksums are told, in order
+    storages: tuple[int, ...]  # storages with a checksum, in the order in which these are told
     undriven: frozenset[int]  # families that decay and in which no gradient has shown yet
     looks: int = 1  # how often that was looked for
 
