@@ -19,6 +19,7 @@ _HEAD_BYTES = 4096
 _UNPACKED_BYTES = 16 << 20  # beyond which a compressed file may have
 _MOST_RATIO = 300  # times its size unpacked; logs have 5 to 100 times
 _MOST_UNPACKED_BYTES = 256 << 20
+_EMPTY_LINES = re.compile(rb"\n\n+")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
 _RANK = re.compile(r"\[rank ?(\d{1,7})\]")
 _LABEL = re.compile(
@@ -41,6 +42,8 @@ def text_lines(path: Path, skipped_bytes: int = 0) -> Iterator[bytes]:
         raw.seek(0 if zipped else skipped_bytes)
         rest = b""
         for chunk in _unpacked(raw, path) if zipped else iter(lambda: raw.read(_CHUNK), b""):
+            if b"\n\n" in chunk:
+                chunk = _EMPTY_LINES.sub(b"\n", chunk)
             *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
             for line in filter(None, whole):
                 yield line[:LONGEST_LINE]
