@@ -109,8 +109,10 @@ class Comparison:
         self._value = np.zeros(0, np.uint64)  # checksum in the last save in which it was alike
         self._step = np.zeros(0, np.int64)  # step of that save
         self._ranks = np.zeros(0, np.uint64)  # sum of `_mixed` over the ranks that held it at the last save
-        self._private = np.zeros(0, bool)  # it has differed without a proof: never judged
-        self._named = np.zeros(0, bool)  # it has differed after a proof
+        self._private = np.zeros(
+            0, bool
+        )  # whether it ever differed without a proof, so that it is never judged
+        self._named = np.zeros(0, bool)  # whether it has differed after a proof
 
     def holds(self, families: Sequence[Family]) -> Held | None:
         """What a rank holds, for `saw`; its checksums come in this order. None: that is more than can be compared."""

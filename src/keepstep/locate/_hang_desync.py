@@ -187,7 +187,7 @@ def diagnose_alone(
         for rank in inside[:MAX_CULPRITS]
         for one in [known.culprit(rank, None, sure, ALONE)]
     ]
-    if is_even:  # as likely, the others left one out
+    if is_even:  # It is as likely that the others left one out.
         if len(inside) + len(others) > FEW:
             return known.diagnosis((), set(), p, (told, done), missing, "desync")
         culprits += [known.culprit(rank, p, sure) for rank in others]

@@ -69,7 +69,9 @@ class _Status:
     enqueued: int
     completed: int
     op: str = ""
-    elements: int | None = None  # that the rank brings; None where that is not told, or need not be alike
+    elements: int | None = (
+        None  # number that the rank brings; None where it is not told, or need not be alike
+    )
 
 
 class WatchdogWords:

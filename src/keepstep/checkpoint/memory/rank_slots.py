@@ -191,7 +191,7 @@ class RankSlots:
         self._enlarged = True
         if len(self.slots) < SLOTS_PER_RANK:
             nbytes = max(slot.nbytes for slot in self.slots)
-            with suppress(CheckpointError):  # there is no memory: the snapshot is overwritten in its turn
+            with suppress(CheckpointError):  # Without memory for it, the snapshot is overwritten in its turn.
                 self._open(Reserve(self.rank, nbytes, len(keys) + 1, tuple(range(len(keys)))))
 
     def make_room(self, nbytes: int, index: int | None = None) -> None:
