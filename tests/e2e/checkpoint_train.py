@@ -2,8 +2,8 @@
 
 Arguments: folder, steps, and optionally ``RANK STEP WHERE``: that rank kills itself there in the first incarnation.
 ``PERSIST_AT=4,8``: these steps are asked for on storage, and waited for. ``DAMAGED_RANK=1``: in the second incarnation
-all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent
-before that step is saved. ``PAUSE_AT=8``: before that step it waits for ``FOLDER/go``.
+all that this rank has in its node's cache is damaged. ``KILL_AGENT_AT=4``: rank 0 kills the agent before that step is
+saved, and the step is not waited for. ``PAUSE_AT=8``: before that step it waits for ``FOLDER/go``.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def kill_agent() -> None:
 
 
 persist_at = {int(word) for word in os.environ.get("PERSIST_AT", "").split(",") if word}
+kill_agent_at = int(os.environ.get("KILL_AGENT_AT", "-1"))
 start = keepstep.checkpoint.load(state) or 0
 (folder / f"start-{rank}-{incarnation}").write_text(str(start))
 with (folder / f"losses-{rank}").open("a") as log:
@@ -133,10 +134,10 @@ with (folder / f"losses-{rank}").open("a") as log:
         scheduler.step()
         die(step, "before save")
         optimizer.zero_grad()
-        if rank == 0 and step + 1 == int(os.environ.get("KILL_AGENT_AT", "-1")):
+        if rank == 0 and step + 1 == kill_agent_at:
             kill_agent()
         keepstep.checkpoint.save(state, step + 1, persist=True if step + 1 in persist_at else None)
-        if step + 1 in persist_at:
+        if step + 1 in persist_at - {kill_agent_at}:
             wait_for_storage(step + 1)
         die(step, "after save")
 dist.destroy_process_group()

@@ -138,10 +138,12 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(tmp_path: Path)
     assert code == 0, said
     log = (tmp_path / "run" / "nodes" / "0" / "agent.log").read_text()
     assert log.count("agent of node 0") == 2
-    assert sorted(path.parent.name for path in storage.glob("*/manifest.json")) == [
-        "step-0000000002-i0000",
-        "step-0000000004-i0000",
-    ]
+    # Step 4 is put off if the dead agent had not told that step 2 was on storage; then the last step goes there, too.
+    first, *later = sorted(int(path.parent.name[5:15]) for path in storage.glob("*/manifest.json"))
+    assert first == 2
+    assert later
+    assert min(later) >= 4
+    assert "is lost" not in said
 
 
 def test_the_interval_brings_steps_to_storage_and_the_end_waits_for_them(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ NO_CACHE = "KEEPSTEP_NO_CACHE"
 STORAGE_TROUBLE = "storage"
 """What a `Claim` is about that says what keeps steps from storage."""
 
+PUT_OFF = "put off"
+"""What a `Claim` is about that a rank makes when a step that the script asked for has to be left to a later save."""
+
 _MOST_MESSAGE_BYTES = 4096
 _PATIENCE_S = 30.0
 _MOST_CLAIMED = 1000

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from keepstep.checkpoint.matching import Matches
+from keepstep.checkpoint.memory.cache_server import PUT_OFF
 from keepstep.checkpoint.memory.rank_slots import RankSlots
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.pace import Pace
@@ -55,7 +56,7 @@ class Wishes:
         if persist is False or not (persist or self._owed or self._cadence.due(key.step)):
             return False
         if not self._matches.meet(f"store/{key.step}", self._pace.patience_s):
-            self._owed = self._owed or bool(persist)
+            self._put_off(persist)
             unmet()
             return False
         deadline_s = time.monotonic() + (self._pace.patience_s() if persist else 0.0)
@@ -72,9 +73,15 @@ class Wishes:
                 self._owed, self._unkept = False, key
                 return True
             if any(row[1] for row in rows):
-                self._owed = self._owed or bool(persist)
+                self._put_off(persist)
                 return False
             time.sleep(_POLL_S)
+
+    def _put_off(self, persist: bool | None) -> None:
+        """Leave a step that was asked for to the next save; where there is none, the end of the run makes up for it."""
+        if persist and not self._owed:
+            self._owed = True
+            self._cache.claim(PUT_OFF)
 
     def kept(self) -> None:
         """The step that was taken on is in its slot."""

@@ -77,14 +77,16 @@ class NodeCache:
     async def stored(self, wait_s: float, in_vain: Callable[[], bool], *, last: bool) -> str:
         """Wait until all is on storage, or ``in_vain()``; returns a line about what is not, else "".
 
-        ``last``: the newest step that all ranks of this node have belongs there, too, unless only those do that the
-        script asks for. What keeps steps from storage is said by the agent, and then nothing more is said.
+        ``last``: the newest step that all ranks of this node have belongs there, too; where only those do that the
+        script asks for, it does so if one of them was put off. What keeps steps from storage is said by the agent, and
+        then nothing more is said.
         """
         if self._made is None or self._job.persisting is None:
             return ""
-        if last and self._job.persisting.every != 0:
+        from keepstep.checkpoint.memory.cache_server import PUT_OFF, STORAGE_TROUBLE
+
+        if last and (self._job.persisting.every != 0 or self._made[1].claimed(PUT_OFF)):
             self._made[0].want_newest()
-        from keepstep.checkpoint.memory.cache_server import STORAGE_TROUBLE
 
         where, begun_s, said = self._job.persisting.where, time.monotonic(), False
         deadline_s = begun_s + wait_s
