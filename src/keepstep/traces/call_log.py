@@ -58,6 +58,7 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
     found: dict[int, list[Call]] = {}
     read = list(paths)
     missing: list[str] = []
+    impossible: dict[int, None] = {}
     bad = total = 0
     for path in read:
         try:
@@ -66,8 +67,11 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
                 others = 0
                 for line in lines:
                     parsed = _LINE.search(line)
-                    if parsed is None or int(parsed[3]) >= _MOST_RANKS:
+                    if parsed is None:
                         others += bool(line.strip())
+                        continue
+                    if int(parsed[3]) >= _MOST_RANKS:
+                        impossible.setdefault(int(parsed[3]))
                         continue
                     if total == MOST_CALLS:
                         raise TraceError(f"{path}: more than {MOST_CALLS} calls; give fewer steps")
@@ -89,7 +93,10 @@ def read_call_log(paths: Iterable[Path]) -> CallLog:
             f"{', '.join(path.name for path in read)}: no line '[sec.nsec] [Rank r] Fun … Data …' as of MegaTrace"
         )
     if bad:
-        missing.append(f"{bad} lines are no calls")
+        missing.append("1 line is no call" if bad == 1 else f"{bad} lines are no calls")
+    if impossible:
+        some = ", ".join(map(str, list(impossible)[:3])) + (", …" if len(impossible) > 3 else "")
+        missing.append(f"calls of rank {some}: no job has so many ranks, not used")
     absent = sorted(set(range(max(found) + 1)) - set(found))
     if absent:
         missing.append(f"ranks {fold_ranks(absent)}: no calls")

@@ -15,6 +15,7 @@ MOST_FILES = 1 << 17  # files read from one folder
 _RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_.=-]?(\d{1,9})", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 _AT_THE_END = re.compile(r"\d\.?(json|pickle|pkl)?$")
+_OF_TORCH = re.compile(r"nccl_trace|^dump_?\d")
 _DEEPEST = 3  # folders below the given one in which dumps are looked for
 _HEAD_BYTES = 4096
 _PICKLE = b"\x80"
@@ -22,13 +23,13 @@ _KEYS = (b"entries", b"pg_config", b"pg_status")  # one of them is near the begi
 
 
 def find_dumps(folder: Path) -> list[Path]:
-    """The dumps in a folder, or, where there are none, those in folders in it (of nodes or ranks); else empty ones.
+    """The dumps in a folder, or, where there are none, those in folders in it (of nodes or ranks); else spoilt ones.
 
     Raises:
         TraceError: the folder cannot be listed, or has too many files.
     """
     found = dumps_at_the_top(folder) or dumps_below(folder)
-    return found or [path for path in _listed(folder)[0] if _AT_THE_END.search(path.name) and _is_empty(path)]
+    return found or [path for path in _listed(folder)[0] if _is_spoilt(path)]
 
 
 def dumps_at_the_top(folder: Path) -> list[Path]:
@@ -56,8 +57,15 @@ def dumps_below(folder: Path) -> list[Path]:
     return []
 
 
-def _is_empty(path: Path) -> bool:
-    return path.exists() and path.stat().st_size == 0
+def _is_spoilt(path: Path) -> bool:
+    """Whether a file is named as a dump may be and is empty, or a pickle under a name that torch gives to dumps."""
+    if not _AT_THE_END.search(path.name) or not path.exists():
+        return False
+    if path.stat().st_size == 0:
+        return True
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return bool(_OF_TORCH.search(path.name)) and file.read(1) == _PICKLE
+    return False
 
 
 def is_dump(path: Path) -> bool:

@@ -46,6 +46,16 @@ def test_shuffled_repeated_and_broken_lines(tmp_path: Path) -> None:
     assert "ranks 1: no calls" in log.missing
 
 
+def test_a_rank_that_no_job_has_is_named_and_left_aside(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(line(0) + "".join(line(rank) for rank in (99999999, 99999998, 1 << 20, 88888888)))
+    log = read_call_log([path])
+    assert list(log.calls) == [0]
+    assert log.missing[-1] == (
+        "calls of rank 99999999, 99999998, 1048576, …: no job has so many ranks, not used"
+    )
+
+
 def test_an_archive_that_was_cut_short_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.log.gz"
     path.write_bytes(gzip.compress("".join(line(0, f"{n}.123456789") for n in range(5000)).encode())[:-500])

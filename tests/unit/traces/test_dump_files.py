@@ -62,6 +62,12 @@ def test_empty_files_alone_are_dumps_of_ranks_that_were_killed(tmp_path: Path) -
     assert [path.name for path in find_dumps(tmp_path)] == ["dump_0", "dump_1"]
 
 
+def test_other_pickles_under_the_names_of_dumps_are_looked_at(tmp_path: Path) -> None:
+    for name in ("dump_0", "nccl_trace_rank_1", "model_2.pickle"):
+        (tmp_path / name).write_bytes(pickle.dumps({"weights": 1}))
+    assert [path.name for path in find_dumps(tmp_path)] == ["dump_0", "nccl_trace_rank_1"]
+
+
 def test_a_folder_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump_files, "MOST_FILES", 2)
     for name in ("a", "b", "c"):
