@@ -91,7 +91,7 @@ class Controller:
         """
         self.cluster = Cluster(max(settings.nodes, 1))
         self.rendezvous = Rendezvous(settings.nodes, join_s=settings.join_s, last_call_s=settings.last_call_s)
-        self.admission, self.names = Admission(clock_s), NodeNames()
+        self.admission, self.names = Admission(clock_s), NodeNames(self.rendezvous)
         self.councils = Councils(settings.seat, settings.term)
         self.backups = Backups(settings.backups, settings.lost_s)
         self.states, self.notices = JobStates(), Notices()

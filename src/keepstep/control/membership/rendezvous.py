@@ -133,6 +133,14 @@ class Rendezvous:
         joined = self._joined.get(launcher)
         return joined.peer if joined else None
 
+    def is_here(self, node: str) -> bool:
+        """Whether a launcher of the node of this name is connected."""
+        return any(launcher.node == node for launcher in self._joined)
+
+    def is_placed(self, node: str) -> bool:
+        """Whether the node of this name is in the rank table."""
+        return any(launcher.node == node for launcher in self.placements)
+
     def hosts_controller(self, launcher: Launcher) -> bool:
         """Whether the job's controller lives and dies with this launcher."""
         joined = self._joined.get(launcher)
