@@ -119,3 +119,67 @@ def run_folder(folder: Path) -> None:
         writer.start(1, 1, group, -1, number, 0, site)()
     RingReader(fd).save((folder / "rings" / "rank-00000.ring").resolve())
     os.close(fd)
+
+
+def ras_answer(ranks: int = 32, behind: int = 7) -> dict[str, Any]:
+    """The JSON of NCCL's RAS on a job of which one rank is behind, one failed and one does not answer."""
+    told: list[dict[str, Any]] = [
+        {
+            "rank": one, "host": f"192.0.2.{one // 8}", "pid": 4000 + one, "cuda_dev": one % 8, "nvml_dev": one % 8,
+            "status": {"init_state": 0, "async_error": 5 * (one == 3), "finalize_called": False, "destroy_flag": False,
+                       "abort_flag": False},
+            "collective_counts": {"Broadcast": 4, "AllGather": 1, "AllReduce": 131 - 43 * (one == behind)},
+        }
+        for one in range(ranks - 1)
+    ]  # fmt: skip
+    gone = {"rank": ranks - 1, "host": "192.0.2.3", "pid": 9, "cuda_dev": 7, "nvml_dev": 7}
+    gone["status"] = {"unresponsive": True, "considered_dead": False}
+    whole = {
+        "hash": "0x136787b2369741c6",
+        "secondary_hash": "0x3f:0xec",
+        "size": ranks,
+        "ranks_count": ranks - 1,
+    }
+    whole |= {"missing_ranks_count": 1, "ranks": told, "missing_ranks": [gone]}
+    ras = {"collection_time_sec": 0.0, "timeouts_count": 0}
+    return {"nccl_version": "2.28.9", "communicators_count": 1, "communicators": [whole], "ras": ras}
+
+
+def ras_text(ranks: int = 32, behind: int = 7) -> bytes:
+    """The text of NCCL's RAS on the same job."""
+    return f"""NCCL version 2.28.9 compiled with CUDA 13.0
+CUDA runtime version 13000, driver version 13000
+
+Job summary
+===========
+
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      4          8            1         {ranks}        {ranks}
+
+Communicators... (0.000s)
+=============
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         4         8        {ranks}        {ranks}   RUNNING  INCOMPLETE,ERROR,MISMATCH
+
+Errors
+======
+
+#0-0 (136787b2369741c6) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank {ranks - 1} -- GPU 7 managed by process 9 on node 192.0.2.3
+
+#0-0 (136787b2369741c6) ERROR
+  Asynchronous error on 1 rank
+  Rank 3 reported Invalid usage -- GPU 3 managed by process 4003 on node 192.0.2.0
+
+Warnings
+========
+
+#0-0 (136787b2369741c6) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  {ranks - 2} ranks have launched up to operation 131
+  Rank {behind} has launched up to operation 88 -- GPU 7 managed by process 4007 on node 192.0.2.0
+""".encode()

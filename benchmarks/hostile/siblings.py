@@ -13,7 +13,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hostile.samples import RANKS, call_log, dump, dumps, incident, run_folder, training_log
+from benchmarks.hostile.samples import (
+    RANKS,
+    call_log,
+    dump,
+    dumps,
+    incident,
+    ras_answer,
+    ras_text,
+    run_folder,
+    training_log,
+)
 
 Words = list[str]
 
@@ -323,6 +333,29 @@ def table(chance: random.Random, folder: Path) -> Words:
     return ["analyze", str(path)]
 
 
+def ras(chance: random.Random, folder: Path) -> Words:
+    kind = chance.random()
+    if kind < 0.5:
+        told: Any = ras_answer(size(chance, 3000) + 9)
+        for _ in range(size(chance, 8)):
+            told = changed(chance, told, True)
+        if chance.random() < 0.3 and isinstance(told, dict) and isinstance(told.get("communicators"), list):
+            told["communicators"] *= size(chance, 3000)
+        data = json.dumps(told, indent=chance.choice([None, 2])).encode()
+        if chance.random() < 0.3:
+            data = data.replace(
+                b",\n" + b" " * 10 + b'"status"', b"\n" + b" " * size(chance, 9999) + b'"status"'
+            )
+    else:
+        ranks = size(chance, 1 << 31) + 9
+        data = _lines(chance, ras_text(ranks, chance.randrange(ranks)))
+        if chance.random() < 0.2:
+            head, _, rest = data.partition(b"#0-0 ")
+            data = head + b"".join(b"#%d-%d " % (0, one) + rest for one in range(size(chance, 2000)))
+    (folder / "ras").write_bytes(damaged(chance, data) if chance.random() < 0.3 else data)
+    return ["analyze", str(folder / "ras")] if kind < 0.4 else ["analyze", "--ras", str(folder / "ras")]
+
+
 READERS: Mapping[str, Callable[[random.Random, Path], Words]] = {
     "recorder-pickle": recorder_pickle,
     "recorder-json": recorder_json,
@@ -331,4 +364,5 @@ READERS: Mapping[str, Callable[[random.Random, Path], Words]] = {
     "calls": calls,
     "archive": archive,
     "table": table,
+    "ras": ras,
 }

@@ -19,6 +19,9 @@ from keepstep.analyze import analyze
 from keepstep.core.errors import TraceError
 from keepstep.core.layout import ParallelLayout
 
+RECORDED = Path(__file__).parents[1] / "recorded"
+ANSWERS = [path.read_bytes() for path in (*RECORDED.glob("ras/*-2.*"), *RECORDED.glob("h100/*/ras*"))]
+
 
 def call_lines(rank: int) -> list[bytes]:
     calls = call_logs(40, range(20, 30), {1: 2.0})[rank]
@@ -105,7 +108,7 @@ def judged(path: Path) -> None:
 @settings(max_examples=many(60), deadline=None)
 @given(seed=st.integers(0, 1 << 32), edits=st.integers(0, 20))
 @example(seed=364285621, edits=1)
-@pytest.mark.parametrize("kind", ["calls", "training", "noise", "dumps", "json", "gloo"])
+@pytest.mark.parametrize("kind", ["calls", "training", "noise", "dumps", "json", "gloo", "ras"])
 def test_damage_is_used_as_far_as_it_goes_or_refused(
     tmp_path_factory: pytest.TempPathFactory, kind: str, seed: int, edits: int
 ) -> None:
@@ -117,6 +120,10 @@ def test_damage_is_used_as_far_as_it_goes_or_refused(
                 (folder / f"rank_{rank}.log").write_bytes(damaged(b"".join(lines), chance, edits))
     elif kind == "training":
         (folder / "log").write_bytes(damaged(b"".join(TRAINING), chance, edits))
+    elif kind == "ras":
+        answer = chance.choice(ANSWERS)
+        (folder / "ras").write_bytes(damaged(answer, chance, edits))
+        folder /= "ras"
     elif kind == "noise":
         (folder / "dump_0").write_bytes(chance.randbytes(chance.randrange(300)))
     else:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from keepstep.analyze._call_logs import slow_in_calls
 from keepstep.analyze._episodes import judged, slow_in_iterations
+from keepstep.analyze._ras import in_status
 from keepstep.analyze._training_logs import in_training_log
 from keepstep.core.errors import RunError, TraceError
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Incident
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo
 from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
 from keepstep.report.incidents import read_incident
@@ -26,11 +29,15 @@ from keepstep.traces.dump_files import dumps_at_the_top, dumps_below, find_dumps
 from keepstep.traces.flight_recorder import read_dumps
 from keepstep.traces.log_text import is_text, utf16_encoding
 from keepstep.traces.operation_tables import is_parquet, read_operation_table
+from keepstep.traces.ras import MOST_BYTES, looks_like_ras, read_ras
+from keepstep.traces.ras_service import ask
+from keepstep.traces.ras_status import RasAnswer
 from keepstep.traces.training_log import EXPECTED, looks_like_training_log, read_training_log
 
 _FORMATS = (
     "a folder of a keepstep run, a folder with a flight-recorder dump per rank (dump_0, dump_1, …), a training log "
-    "(Megatron-LM, NeMo, torchtitan, DeepSpeed, Lightning), MegaTrace call logs, or an operation table (Parquet)"
+    "(Megatron-LM, NeMo, torchtitan, DeepSpeed, Lightning), MegaTrace call logs, an operation table (Parquet), or an "
+    "answer of NCCL's RAS"
 )
 _SLOW = 1.05  # least ratio of a step's time to its ideal one: less is everyday unevenness
 _EXPLAINS = 0.5  # least share of the lost time that a rank or stage must explain to be blamed
@@ -60,6 +67,45 @@ def analyze(path: Path, layout: ParallelLayout | None = None) -> Analysis:
         raise TraceError(f"{path}: what is compressed in it is damaged: {error}") from error
     except MemoryError as error:
         raise TraceError(f"{path}: needs more memory than this process may have") from error
+    return _with_places(found, layout)
+
+
+def analyze_running(
+    address: tuple[str, int],
+    layout: ParallelLayout | None = None,
+    wait: Callable[[float], object] = time.sleep,
+    apart_s: float = 10.0,
+) -> Analysis:
+    """Judge a running job by what NCCL's RAS answers at an address (host, port).
+
+    It is asked twice, ``apart_s`` seconds apart, since in a job that works the counts of ranks differ, too; ``wait``
+    lets that time pass.
+
+    Raises:
+        TraceError: as `analyze`, or RAS does not answer.
+    """
+    where = f"{address[0]}:{address[1]}"
+    first = _answer(ask(*address), where)
+    wait(apart_s)
+    return _with_places(_status([first, _answer(ask(*address), where)], where, layout, apart_s), layout)
+
+
+def _answer(data: bytes, where: object) -> RasAnswer:
+    try:
+        return read_ras(data)
+    except TraceError as error:
+        raise TraceError(f"{where}: {error}") from error
+
+
+def _status(
+    answers: Sequence[RasAnswer], where: object, layout: ParallelLayout | None, apart_s: float = 0.0
+) -> Analysis:
+    incidents, missing = in_status(answers, apart_s)
+    _check(layout, Path(str(where)), max((one.size for one in answers[-1].communicators), default=0))
+    return Analysis("status of NCCL's RAS", incidents, missing)
+
+
+def _with_places(found: Analysis, layout: ParallelLayout | None) -> Analysis:
     if layout is None:
         return found
     return replace(found, incidents=tuple(_placed(incident, layout) for incident in found.incidents))
@@ -103,6 +149,8 @@ def _judge(path: Path, layout: ParallelLayout | None) -> Analysis:
         raise TraceError(f"{path}: is a FIFO, socket or device; copy what it holds into a file and give that")
     if is_parquet(path):
         return _operation_table(path, layout)
+    if looks_like_ras(path):
+        return _status([_answer(read_regular(path, MOST_BYTES), path)], path, layout)
     if looks_like_call_log(path):
         return _call_log([path], layout)
     if looks_like_training_log(path):

@@ -270,5 +270,5 @@ def test_a_log_of_a_framework_that_is_not_known_says_which_lines_are(tmp_path: P
     with pytest.raises(TraceError, match=r"train.log: is no trace .*elapsed time per iteration \(ms\): T'"):
         analyze(tmp_path / "train.log")
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 8)
-    with pytest.raises(TraceError, match=r"operation table \(Parquet\)$"):
+    with pytest.raises(TraceError, match=r"answer of NCCL's RAS$"):
         analyze(tmp_path / "noise")
