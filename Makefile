@@ -5,6 +5,8 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 WHEELS      ?=
 JOBS        ?= 2
+CUDA_VENV   ?= .venv-cuda
+TORCH_CUDA  ?= torch==2.14.1
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -12,15 +14,17 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 FRAMEWORKS := $(VENV)/.ready-frameworks
 NCCL   := $(VENV)/nccl/.ready
+CUDA   := $(CUDA_VENV)/.ready-$(subst ==,-,$(TORCH_CUDA))
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl test test-long test-fast lint types docs format check wheels wheels-check
+.PHONY: help setup demo nccl cuda test test-cuda test-long test-fast lint types docs format check wheels wheels-check
 .PHONY: soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
 	@echo "make test    set up, run the tests"
+	@echo "make test-cuda  tests with the CUDA build of torch on a stand-in for the GPU (downloads 560 MB)"
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
@@ -62,12 +66,33 @@ $(NCCL): $(READY)
 	  $(BIN)/python -m zipfile -e $(@D)/nvidia_nccl_$$cuda-*.whl $(@D)/$$cuda && rm $(@D)/*.whl || exit 1; done
 	@touch $@
 
+# The CUDA build of torch alone, without the 2 GB of libraries that it depends on: stand-ins take their place. All else
+# comes from $(VENV). CUDA's headers lie beside it, as their wheels would bring the real libraries.
+cuda: $(CUDA)
+	$(BIN)/python -m benchmarks.stand_in.build $(CUDA_VENV)
+
+$(CUDA): | $(DEV)
+	@echo "setting up $(CUDA_VENV), once: downloads $(TORCH_CUDA) for CUDA (560 MB)" >&2
+	rm -rf $(CUDA_VENV)
+	$(BIN)/python -m venv $(CUDA_VENV)
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+	  > $$(echo $(CUDA_VENV)/lib/python*/site-packages)/behind.pth
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TORCH_CUDA)"
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA_VENV)/headers \
+	  nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+	for wheel in $(CUDA_VENV)/headers/*.whl; do \
+	  $(BIN)/python -m zipfile -e $$wheel $(CUDA_VENV)/headers && rm $$wheel || exit 1; done
+	@touch $@
+
 demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 # tests/conftest.py says what runs beside what.
 test: $(DEV)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not soak"
+
+test-cuda: cuda
+	STAND_IN_VENV=$(abspath $(CUDA_VENV)) $(PYTEST) -m cuda tests/cuda
 
 # Ten times the seeds and examples, whole campaigns, all sanitizers, other people's frameworks: hours.
 test-long: $(FRAMEWORKS)

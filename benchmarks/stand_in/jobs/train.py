@@ -1,0 +1,156 @@
+"""A training on the stand-in GPU in one of several layouts. The host runs ahead: nothing is ever synchronised.
+
+    python train.py [--layout ddp|fsdp2|pipeline] [--steps N] [--layers N] [--width N] [--backend nccl|nccl2]
+
+``pipeline`` is two stages by as many replicas as there are pairs of ranks, with torch.distributed.pipelining's 1F1B.
+Each step ends with a small all-reduce, as of a gradient's norm, and a mark in the device's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from benchmarks.stand_in.device import Device
+from benchmarks.stand_in.faults import Script
+from torch import nn
+
+BATCH = 8
+
+
+class Layout:
+    """Forward and backward of one step, as a layout does it."""
+
+    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
+        self.script = script
+        self.width = arguments.width
+        self.step = 0
+        self.module = nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(arguments.layers)])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def forward_backward(self) -> None:
+        raise NotImplementedError
+
+    def _watch_backward(self, module: nn.Module) -> None:
+        module.register_full_backward_hook(lambda *_: self.script.at(self.step, "backward"))
+
+
+class Ddp(Layout):
+    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
+        super().__init__(arguments, script)
+        self._watch_backward(self.module[arguments.layers // 2])
+        self.model = nn.parallel.DistributedDataParallel(
+            self.module.cuda(), bucket_cap_mb=arguments.bucket_mb
+        )
+
+    def forward_backward(self) -> None:
+        samples = torch.randn(BATCH, self.width, device="cuda")
+        self.script.at(self.step, "forward")
+        self.model(samples).sum().backward()
+
+
+class Fsdp2(Layout):
+    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(arguments, script)
+        self._watch_backward(self.module[arguments.layers // 2])
+        self.module.cuda()
+        for layer in self.module:
+            fully_shard(layer)
+        fully_shard(self.module)
+
+    def forward_backward(self) -> None:
+        samples = torch.randn(BATCH, self.width, device="cuda")
+        self.script.at(self.step, "forward")
+        self.module(samples).sum().backward()
+
+
+class Pipeline(Layout):
+    """Ranks 0 and 1 are the two stages of the first replica, 2 and 3 those of the second, and so on."""
+
+    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        super().__init__(arguments, script)
+        mesh = init_device_mesh(
+            "cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "stages")
+        )
+        self.stage = mesh["stages"].get_local_rank()
+        half = max(arguments.layers // 2, 1)
+        self.module = nn.Sequential(*list(self.module)[:half]).cuda()
+        self._watch_backward(self.module[half // 2])
+        self.replicas = mesh["replicas"].get_group()
+        example = torch.empty(BATCH, self.width, device="meta")
+        made = PipelineStage(
+            self.module,
+            self.stage,
+            2,
+            torch.device("cuda", torch.cuda.current_device()),
+            input_args=(example,),
+            output_args=(example,),
+            group=mesh["stages"].get_group(),
+        )
+        self.schedule = Schedule1F1B(made, 4, loss_fn=lambda out, _: out.sum())
+
+    def forward_backward(self) -> None:
+        self.script.at(self.step, "forward")
+        if self.stage == 0:
+            self.schedule.step(torch.randn(4 * BATCH, self.width, device="cuda"))
+        else:
+            self.schedule.step(target=torch.zeros(4 * BATCH, device="cuda"))
+        for parameter in self.parameters():
+            dist.all_reduce(parameter.grad, group=self.replicas)
+
+
+LAYOUTS = {"ddp": Ddp, "fsdp2": Fsdp2, "pipeline": Pipeline}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=float, default=0.02)
+    parser.add_argument("--backend", default="nccl")
+    parser.add_argument("--timeout-s", type=float, default=600)
+    arguments = parser.parse_args()
+
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
+    device = Device()
+    script = Script.from_environment(device, rank)
+    layout = LAYOUTS[arguments.layout](arguments, script)
+    optimizer = torch.optim.AdamW(layout.parameters(), lr=0.01, fused=True)
+    norm = torch.zeros(1, device="cuda")
+
+    for step in range(arguments.steps):
+        layout.step = step
+        script.begin(step)
+        script.at(step, "data")
+        layout.forward_backward()
+        script.at(step, "reduce")
+        if script.says("order", step):
+            dist.broadcast(norm, 0)
+        elif not script.says("skip", step):
+            dist.all_reduce(norm)
+        script.at(step, "optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+        device.mark(torch.cuda.current_stream().cuda_stream, step)
+        script.at(step, "checkpoint")
+    torch.cuda.synchronize()
+    print(f"rank {rank} is done", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
