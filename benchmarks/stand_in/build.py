@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "native" / "tests" / "stand_in_gpu"
+OPERATORS = "operators.so"
+"""For ``torch.ops.load_library``, where torch's operators are to compute."""
 _WANTED = re.compile(r"NEEDED.*\[((?:libcu|libnccl|libnvrtc|libnvshmem)[^\]]*)\]")
 _PREFIXES = {  # of the functions that are wanted without a symbol version
     "libcudnn.so": "cudnn", "libnvrtc.so": "nvrtc", "libcufile.so": "cuFile", "libcusparseLt.so": "cusparseLt",
@@ -143,6 +145,11 @@ def build(venv: Path) -> Path:
     done = {"libcuda.so.1", "libcudart.so.13", "libnccl.so.2", "libcublas.so.13", "libcublasLt.so.13"}
     for soname in sorted(wanted.sonames - done):
         builder.library(soname, stubs=wanted.of(soname))
+    includes = [f"-I{torch.parent / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
+    cuda = f"-I{headers / 'nvidia/cu13/include'}"
+    operators = [SOURCES / "operators.cpp", "-o", out / OPERATORS, f"-L{torch}", f"-Wl,-rpath,{torch}"]
+    libraries = ["-lc10", "-ltorch_cpu", "-lc10_cuda", out / "libcuda.so.1", "-Wl,--allow-shlib-undefined"]
+    _run("g++", "-O1", "-shared", "-fPIC", "-std=c++20", "-w", *includes, cuda, *operators, *libraries)
     built.write_text(state.hexdigest())
     return out
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.stand_in.build import build
+from benchmarks.stand_in.build import OPERATORS, build
 from benchmarks.stand_in.device import CONTROL_BYTES
 from benchmarks.stand_in.faults import VARIABLE, Fault, to_text
 
@@ -63,21 +63,23 @@ def environment(
     faults: Iterable[Fault] = (),
     clock: Literal["real", "virtual"] = "real",
     kernel_us: float | str = 100,
+    values: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables with which a process is on the stand-in; all ranks of a job get the same.
 
     ``folder`` gets the job's ``control`` file and its devices' logs. ``kernel_us`` is a number or
-    ``"gemm=300,optimizer=50"``; ``settings`` has more, ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
+    ``"gemm=300,optimizer=50"``; with ``values`` operators compute, in jobs that ask for it; ``settings`` has more, ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     devices = folder / "devices"
     devices.mkdir(exist_ok=True)
     (folder / "control").write_bytes(bytes(CONTROL_BYTES))
-    before = os.environ.get("LD_LIBRARY_PATH")
+    libraries, before = build(VENV), os.environ.get("LD_LIBRARY_PATH")
     return {
         **os.environ,
-        "LD_LIBRARY_PATH": f"{build(VENV)}:{before}" if before else str(build(VENV)),
+        "LD_LIBRARY_PATH": f"{libraries}:{before}" if before else str(libraries),
+        "STAND_IN_VALUES": str(libraries / OPERATORS) if values else "",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "STAND_IN_CONTROL": str(folder / "control"),
@@ -115,6 +117,7 @@ def run(
     faults: Iterable[Fault] = (),
     clock: Literal["real", "virtual"] = "real",
     kernel_us: float | str = 100,
+    values: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> Done:
     """Run ``script`` on ``ranks`` ranks and wait for its end, ``timeout_s`` at most; then everything is killed.
@@ -122,7 +125,7 @@ def run(
     With ``watched`` it runs under ``keepstep run`` with ``flags``, else its ranks are started as they are, and the
     exit code is that of the first to fail.
     """
-    variables = environment(folder, faults=faults, clock=clock, kernel_us=kernel_us, settings=settings)
+    variables = environment(folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings)
     began = time.monotonic()
     words = [str(script), *arguments]
     with open(folder / "console", "wb") as console:

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from benchmarks.stand_in.device import Device
+from benchmarks.stand_in.device import Device, compute_values
 from benchmarks.stand_in.faults import Script
 from torch import nn
 
@@ -72,7 +72,7 @@ class Fsdp2(Layout):
 
 
 class Pipeline(Layout):
-    """Ranks 0 and 1 are the two stages of the first replica, 2 and 3 those of the second, and so on."""
+    """Ranks 0 and 1 are the two stages of the first replica, 2 and 3 those of the second. Needs values: for shapes."""
 
     def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -87,16 +87,8 @@ class Pipeline(Layout):
         self.module = nn.Sequential(*list(self.module)[:half]).cuda()
         self._watch_backward(self.module[half // 2])
         self.replicas = mesh["replicas"].get_group()
-        example = torch.empty(BATCH, self.width, device="meta")
-        made = PipelineStage(
-            self.module,
-            self.stage,
-            2,
-            torch.device("cuda", torch.cuda.current_device()),
-            input_args=(example,),
-            output_args=(example,),
-            group=mesh["stages"].get_group(),
-        )
+        device = torch.device("cuda", torch.cuda.current_device())
+        made = PipelineStage(self.module, self.stage, 2, device, group=mesh["stages"].get_group())
         self.schedule = Schedule1F1B(made, 4, loss_fn=lambda out, _: out.sum())
 
     def forward_backward(self) -> None:
@@ -124,6 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    compute_values()
     torch.cuda.set_device(local_rank)
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
     device = Device()

@@ -391,5 +391,12 @@ void stand_in_mark(void* stream, std::int64_t tag) {
     return begin;
   });
 }
+void stand_in_enqueue(void* stream, void (*call)(void*), void* argument) {
+  stream_of(stream)->enqueue([=](Ns begin) {
+    call(argument);
+    return begin;
+  });
+}
+void stand_in_wait(void* stream) { wait_for(stream_of(stream)->tail(), false); }
 std::int64_t stand_in_counter(int which) { return which < 0 || which >= kCounters ? -1 : counters[which].load(); }
 }
