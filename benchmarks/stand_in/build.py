@@ -129,13 +129,13 @@ def build(venv: Path) -> Path:
     driver = {
         *re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", (headers / "nvidia/cu13/include/cuda.h").read_text())
     }
-    core = ("device.cpp", "memory.cpp", "driver.cpp")
+    core = ("device.cpp", "memory.cpp", "control.cpp", "driver.cpp")
     builder.library("libcuda.so.1", *core, stubs=driver - _defined_in(*core))
     runtime = wanted.of("libcudart.so.13") - _defined_in("runtime.cpp")
     builder.library(
         "libcudart.so.13", "runtime.cpp", over=("libcuda.so.1",), stubs=runtime, says=_NOT_SUPPORTED
     )
-    nccl = ("nccl.cpp", "nccl_values.cpp", "nccl_work.cpp")
+    nccl = ("nccl.cpp", "nccl_values.cpp", "nccl_work.cpp", "ras.cpp")
     builder.library(
         "libnccl.so.2", *nccl, over=("libcuda.so.1",), stubs=wanted.of("libnccl.so.2") - _defined_in(*nccl)
     )

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import struct
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["gemm", "reduction", "optimizer", "copy", "other"]
 Counter = Literal["launches", "events", "synchronizations", "queries", "stream_waits", "communications"]
@@ -20,7 +20,9 @@ _COUNTERS: tuple[Counter, ...] = (
     "launches", "events", "synchronizations", "queries", "stream_waits", "communications",
 )  # fmt: skip
 _CUT, _SLOW = 0, MOST_RANKS * MOST_RANKS * 4
-CONTROL_BYTES = 2 * MOST_RANKS * MOST_RANKS * 4
+_PROGRESS = 2 * MOST_RANKS * MOST_RANKS * 4
+_HOLDERS = _PROGRESS + 3 * MOST_RANKS * 8
+CONTROL_BYTES = _HOLDERS + 16 * 32 * 24
 
 
 def compute_values() -> None:
@@ -36,8 +38,16 @@ def compute_values() -> None:
         torch.ops.load_library(library)
 
 
+class Progress(NamedTuple):
+    """How many operations of NCCL a rank has called, come to on its device, and seen the end of."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
 class Control:
-    """The file that the ranks of a job share: faults of the network. Zero bytes are a healthy one."""
+    """The file that the ranks of a job share, native/tests/stand_in_gpu/control.hpp; zero bytes are a healthy machine."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         with open(path, "r+b") as file:
@@ -50,6 +60,15 @@ class Control:
     def slow_pair(self, source: int, target: int, percent: int) -> None:
         """Let what goes from rank ``source`` to rank ``target`` take ``percent`` longer."""
         self._put(_SLOW, source, target, percent)
+
+    def progress(self, rank: int) -> Progress:
+        """Of this rank of the job, over all its communicators and incarnations."""
+        return Progress(
+            *(
+                struct.unpack_from("q", self._memory, _PROGRESS + 8 * (MOST_RANKS * i + rank))[0]
+                for i in range(3)
+            )
+        )
 
     def _put(self, table: int, source: int, target: int, value: int) -> None:
         struct.pack_into("i", self._memory, table + 4 * (source * MOST_RANKS + target), value)

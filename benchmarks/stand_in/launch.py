@@ -3,24 +3,27 @@
     done = run(TRAIN, ["--layout", "ddp"], folder, ranks=4, faults=[Fault("slow", rank=1, step=20, value=1.3)])
     done.exit_code, done.console, done.devices[1].marks
 
+    with start(TRAIN, [], folder, ranks=4, watched=False, faults=[Fault("cut", rank=2, peer=1, step=20)]) as job:
+        job.wait_until_stuck()  # each rank's operations of NCCL: (enqueued, started, completed)
+
 ``make cuda`` builds the environment, ``.venv-cuda`` or what ``STAND_IN_VENV`` names.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.stand_in.build import OPERATORS, build
-from benchmarks.stand_in.device import CONTROL_BYTES
+from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
 from benchmarks.stand_in.faults import VARIABLE, Fault, to_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +108,69 @@ def read_log(path: Path) -> DeviceLog:
     return DeviceLog(marks, tuple(lines))
 
 
-def run(
+class Job:
+    """A job that runs, until ``finish`` or the end of a ``with`` block; then all its processes are gone."""
+
+    def __init__(self, folder: Path, ranks: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.folder = folder
+        self.ranks = ranks
+        self.control = Control(folder / "control")
+        self._started = started
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish(0)
+
+    def is_over(self) -> bool:
+        # Each is asked: whoever is over is reaped at once.
+        return None not in [one.poll() for one in self._started]
+
+    def progress(self) -> list[Progress]:
+        """By rank."""
+        return [self.control.progress(rank) for rank in range(self.ranks)]
+
+    def wait_until_stuck(self, still_s: float = 3, timeout_s: float = 120) -> list[Progress]:
+        """The ranks' progress once all have begun and nothing has moved for ``still_s``.
+
+        Raises ``TimeoutError`` when that does not come, or the job ends.
+        """
+        until = time.monotonic() + timeout_s
+        before, since = self.progress(), time.monotonic()
+        while time.monotonic() < until and not self.is_over():
+            time.sleep(0.05)
+            now = self.progress()
+            if now != before or not all(one.completed for one in now):
+                before, since = now, time.monotonic()
+            elif time.monotonic() - since > still_s:
+                return now
+        raise TimeoutError(f"the job was not stuck: {self.progress()}\n{self.console()[-3000:]}")
+
+    def console(self) -> str:
+        return (self.folder / "console").read_text(errors="replace")
+
+    def finish(self, timeout_s: float) -> Done:
+        """Wait for its end, ``timeout_s`` at most; then everything is killed."""
+        until = time.monotonic() + timeout_s
+        while not self.is_over() and time.monotonic() < until:
+            time.sleep(0.02)
+        codes = [one.poll() for one in self._started]
+        for one in self._started:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+        return Done(
+            exit_code=None if None in codes else next((code for code in codes if code != 0), 0),
+            console=self.console(),
+            devices=[read_log(self.folder / "devices" / f"rank-{rank}") for rank in range(self.ranks)],
+            folder=self.folder,
+            wall_s=round(time.monotonic() - self._began, 2),
+        )
+
+
+def start(
     script: Path | str,
     arguments: Sequence[str],
     folder: Path,
@@ -113,67 +178,44 @@ def run(
     ranks: int,
     watched: bool = True,
     flags: Sequence[str] = (),
-    timeout_s: float = 120,
     faults: Iterable[Fault] = (),
     clock: Literal["real", "virtual"] = "real",
     kernel_us: float | str = 100,
     values: bool = False,
     settings: Mapping[str, str] | None = None,
-) -> Done:
-    """Run ``script`` on ``ranks`` ranks and wait for its end, ``timeout_s`` at most; then everything is killed.
-
-    With ``watched`` it runs under ``keepstep run`` with ``flags``, else its ranks are started as they are, and the
-    exit code is that of the first to fail.
-    """
-    variables = environment(folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings)
-    began = time.monotonic()
-    words = [str(script), *arguments]
+) -> Job:
+    """Start ``script`` on ``ranks`` ranks: under ``keepstep run`` with ``flags``, or its ranks as they are."""
+    variables = environment(
+        folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings
+    )
+    words = [str(PYTHON), str(script), *arguments]
     with open(folder / "console", "wb") as console:
         if watched:
-            keepstep = [str(PYTHON), "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-            started = [
-                _start([*keepstep, "--nproc-per-node", str(ranks), *words], variables, console.fileno())
-            ]
+            keepstep = [words[0], "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
+            each = [([*keepstep, "--nproc-per-node", str(ranks), *words[1:]], variables)]
         else:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 30000))}
-            started = [
-                _start(
-                    [str(PYTHON), *words],
-                    {
-                        **variables,
-                        **place,
-                        "WORLD_SIZE": str(ranks),
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                    },
-                    console.fileno(),
-                )
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+            each = [
+                (words, {**variables, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)
             ]
-        codes = _wait(started, began + timeout_s)
-    return Done(
-        exit_code=None if None in codes else next((code for code in codes if code != 0), 0),
-        console=(folder / "console").read_text(errors="replace"),
-        devices=[read_log(folder / "devices" / f"rank-{rank}") for rank in range(ranks)],
-        folder=folder,
-        wall_s=round(time.monotonic() - began, 2),
-    )
+        started = [
+            subprocess.Popen(
+                one, env=mine, stdout=console, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            )
+            for one, mine in each
+        ]
+    return Job(folder, ranks, started)
 
 
-def _start(words: Sequence[str], variables: Mapping[str, str], console: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        words, env=dict(variables), stdout=console, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
-    )
+def run(
+    script: Path | str, arguments: Sequence[str], folder: Path, *, timeout_s: float = 120, **options: Any
+) -> Done:
+    """What ``start`` starts, to its end, ``timeout_s`` at most; ``options`` are those of ``start``."""
+    return start(script, arguments, folder, **options).finish(timeout_s)
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], until: float) -> list[int | None]:
-    """Exit codes; a process that is over is reaped at once, since peers take a zombie for dead as well."""
-    try:
-        while time.monotonic() < until and None in [one.poll() for one in started]:
-            time.sleep(0.02)
-        return [one.poll() for one in started]
-    finally:
-        for one in started:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-            one.wait()
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

@@ -4,17 +4,27 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 namespace stand_in {
 
-constexpr int kMostRanks = 16;
+constexpr int kMostRanks = 16, kMostDevices = 16, kMostHolders = 32;
+
+struct Holder {  // a process that has memory of a device
+  std::atomic<std::int32_t> pid, unused;
+  std::atomic<std::int64_t> bytes, gone_ns;  // gone: when it was first seen to be dead; 0: it was not
+};
 
 struct Control {
   std::atomic<std::int32_t> cut[kMostRanks][kMostRanks];   // not 0: nothing goes from the first rank of the job to the second
   std::atomic<std::int32_t> slow[kMostRanks][kMostRanks];  // percent more time from the first to the second
+  std::atomic<std::int64_t> enqueued[kMostRanks], started[kMostRanks], completed[kMostRanks];  // NCCL's operations
+  Holder holders[kMostDevices][kMostHolders];
 };
 
+void* mapped(const std::string& path, std::size_t bytes);  // shared, made if need be; null: it cannot be had
 Control& control();  // of this process alone where there is no file
 int job_rank();      // RANK of the environment; -1: there is none
+bool is_dead(int pid);  // a zombie is
 
 }  // namespace stand_in

@@ -1,9 +1,11 @@
 // The stand-in's memory: of the device and pinned, both host memory. See device.hpp.
 #include <sys/mman.h>
+#include <unistd.h>
 
-#include <cstring>
+#include <algorithm>
 #include <map>
 
+#include "control.hpp"
 #include "device.hpp"
 
 namespace stand_in {
@@ -31,11 +33,43 @@ std::size_t capacity() {
   return bytes;
 }
 
-std::size_t in_use(const Blocks& held, int device) {
-  std::size_t sum = 0;
-  for (const auto& [at, block] : held.all)
-    if (block.place.kind == Memory::device && block.place.device == device) sum += block.bytes;
-  return sum;
+Holder* holder_of(int device, int pid) {  // pid 0: a free place
+  for (Holder& one : control().holders[device % kMostDevices])
+    if (one.pid == pid) return &one;
+  return nullptr;
+}
+
+void hold(int device, std::int64_t bytes) {
+  Holder* mine = holder_of(device, getpid());
+  while (mine == nullptr) {
+    Holder* place = holder_of(device, 0);
+    std::int32_t none = 0;
+    if (place == nullptr) return;  // more processes than we keep: not counted
+    if (place->pid.compare_exchange_strong(none, getpid())) mine = place;
+  }
+  mine->bytes += bytes;
+}
+
+// By all processes; what a dead one had is free STAND_IN_FREED_AFTER_MS after its death was first seen.
+std::size_t in_use(int device) {
+  static const Ns late = static_cast<Ns>(setting("STAND_IN_FREED_AFTER_MS", 0) * 1e6);
+  std::int64_t sum = 0;
+  for (Holder& one : control().holders[device % kMostDevices]) {
+    const std::int32_t pid = one.pid;
+    if (pid == 0) continue;
+    if (pid != getpid() && is_dead(pid)) {
+      std::int64_t unseen = 0;
+      one.gone_ns.compare_exchange_strong(unseen, real_now());
+      if (real_now() - one.gone_ns >= late) {
+        one.bytes = 0;
+        one.gone_ns = 0;
+        one.pid = 0;
+        continue;
+      }
+    }
+    sum += one.bytes;
+  }
+  return static_cast<std::size_t>(sum);
 }
 
 }  // namespace
@@ -47,7 +81,7 @@ int allocate(void** memory, std::size_t bytes, Memory kind) {
   Blocks& held = blocks();
   const std::lock_guard<std::mutex> guard(held.lock);
   const int device = current_device();
-  if (kind == Memory::device && in_use(held, device) + bytes > capacity()) return kNoMemory;
+  if (kind == Memory::device && in_use(device) + bytes > capacity()) return kNoMemory;
   // Pages come with their first use: what is never touched costs nothing.
   const std::size_t mapped = (bytes + kAlign - 1) / kAlign * kAlign + kAlign;
   void* whole = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -57,6 +91,7 @@ int allocate(void** memory, std::size_t bytes, Memory kind) {
   if (start > from) munmap(whole, start - from);
   if (from + mapped > end) munmap(reinterpret_cast<void*>(end), from + mapped - end);
   held.all[start] = {bytes, {kind, device}, true};
+  if (kind == Memory::device) hold(device, static_cast<std::int64_t>(bytes));
   *memory = reinterpret_cast<void*>(start);
   return kOk;
 }
@@ -66,6 +101,8 @@ void release(void* memory) {
   const std::lock_guard<std::mutex> guard(held.lock);
   const auto found = held.all.find(reinterpret_cast<std::uintptr_t>(memory));
   if (found == held.all.end() || !found->second.ours) return;
+  const auto& [kind, device] = found->second.place;
+  if (kind == Memory::device) hold(device, -static_cast<std::int64_t>(found->second.bytes));
   munmap(memory, (found->second.bytes + kAlign - 1) / kAlign * kAlign);
   held.all.erase(found);
 }
@@ -93,10 +130,8 @@ void disown(void* memory) {
 }
 
 void memory_info(std::size_t* available, std::size_t* total) {
-  Blocks& held = blocks();
-  const std::lock_guard<std::mutex> guard(held.lock);
   *total = capacity();
-  *available = capacity() - in_use(held, current_device());
+  *available = capacity() - std::min(capacity(), in_use(current_device()));
 }
 
 }  // namespace stand_in

@@ -2,7 +2,6 @@
 // do; calls inside a group become one operation at its end. What torch wants and is not here does nothing.
 #include "nccl.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -32,15 +31,6 @@ std::string name_of(const char* id) {
   return name;
 }
 
-void* mapped(const std::string& path, std::size_t bytes) {
-  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-  void* memory = fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0
-                     ? MAP_FAILED
-                     : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (fd >= 0) close(fd);
-  return memory == MAP_FAILED ? nullptr : memory;
-}
-
 thread_local int t_depth = 0;
 thread_local std::vector<Work> t_works;
 thread_local std::vector<CorePointer> t_joining;
@@ -68,6 +58,7 @@ Result join(Comm* made, const char* id, int size, int rank) {
   core->shared->device[rank] = core->device;
   ++core->shared->joined;
   ring(*core->shared);
+  tell_of(core);
   *made = new ncclComm{core};
   if (t_depth > 0) {
     t_joining.push_back(core);
@@ -108,6 +99,7 @@ Result add(Comm comm, Do what, const void* in, void* out, std::size_t count, int
   if (failed() != 0) return kCudaError;
   if (core->aborted) return kInvalidUsage;
   ++core->shared->calls[core->rank][static_cast<int>(what)];
+  if (job_rank() >= 0 && job_rank() < kMostRanks) ++control().enqueued[job_rank()];
   t_works.push_back({core, what, in, out, count, type, reduction, whom, stream_of(stream)});
   if (t_depth > 0) return kSuccess;
   std::vector<Work> works;
@@ -157,20 +149,6 @@ namespace stand_in {
 
 Core::~Core() {
   if (shared != nullptr) munmap(shared, sizeof(Shared));
-}
-
-int job_rank() {
-  static const int rank = static_cast<int>(setting("RANK", -1));
-  return rank;
-}
-
-Control& control() {
-  static Control* found = [] {
-    const char* path = setting("STAND_IN_CONTROL");
-    void* memory = path == nullptr ? nullptr : mapped(path, sizeof(Control));
-    return memory == nullptr ? new Control() : static_cast<Control*>(memory);
-  }();
-  return *found;
 }
 
 }  // namespace stand_in

@@ -72,7 +72,6 @@ struct Work {
 };
 
 void ring(Shared& shared);
-bool is_dead(int pid);
 
 // Waits until `ready`, rung; false: the communicator was aborted or the device failed. Notices peers that died.
 bool until(Core& core, const std::function<bool()>& ready);
@@ -81,6 +80,8 @@ std::size_t width_of(int type);  // bytes; 0: no such type
 void reduce(const std::vector<const char*>& parts, std::size_t count, int type, int reduction, void* out);
 double value_of(const void* one, int type);
 void scale(void* data, std::size_t count, int type, double factor);
+
+void tell_of(const CorePointer& core);  // to whoever asks RAS
 
 // Runs what one group put on one communicator; the device's time at its end.
 Ns run(std::vector<Work>& works, Ns begin);

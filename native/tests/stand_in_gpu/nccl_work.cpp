@@ -4,14 +4,11 @@
 // communicator slows everybody, a cut one stops everybody, as rings do. A send ends when its bytes are in the mailbox, as
 // NCCL's do while they fit its buffers, a receive when they have come.
 #include <linux/futex.h>
-#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
-#include <cstdio>
 #include <cstring>
 #include <ctime>
 
@@ -159,20 +156,6 @@ void ring(Shared& shared) {
   syscall(SYS_futex, &shared.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-bool is_dead(int pid) {  // a zombie is
-  if (pid == 0) return false;
-  if (kill(pid, 0) != 0) return errno == ESRCH;
-  char path[64], text[512];
-  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  FILE* file = std::fopen(path, "re");
-  if (file == nullptr) return true;
-  const std::size_t read = std::fread(text, 1, sizeof text - 1, file);
-  std::fclose(file);
-  text[read] = '\0';
-  const char* name_end = std::strrchr(text, ')');
-  return name_end != nullptr && (name_end[2] == 'Z' || name_end[2] == 'X');
-}
-
 bool until(Core& core, const std::function<bool()>& ready) {
   for (;;) {
     const std::uint32_t bell = core.shared->bell;
@@ -183,7 +166,9 @@ bool until(Core& core, const std::function<bool()>& ready) {
   }
 }
 
-Ns run(std::vector<Work>& works, Ns begin) {
+namespace {
+
+Ns carry(std::vector<Work>& works, Ns begin) {
   Core& core = *works.front().core;
   Ns end = begin;
   for (Work& work : works)
@@ -206,6 +191,18 @@ Ns run(std::vector<Work>& works, Ns begin) {
     }
     return left.empty();
   });
+  return end;
+}
+
+}  // namespace
+
+Ns run(std::vector<Work>& works, Ns begin) {
+  const auto count = static_cast<std::int64_t>(works.size());
+  const int rank = job_rank();
+  if (rank >= 0 && rank < kMostRanks) control().started[rank] += count;
+  const Ns end = carry(works, begin);
+  if (rank >= 0 && rank < kMostRanks && !works.front().core->aborted.load() && failed() == 0)
+    control().completed[rank] += count;
   return end;
 }
 
