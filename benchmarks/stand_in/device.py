@@ -47,7 +47,10 @@ class Progress(NamedTuple):
 
 
 class Control:
-    """The file that the ranks of a job share, native/tests/stand_in_gpu/control.hpp; zero bytes are a healthy machine."""
+    """The file that the ranks of a job share, laid out in native/tests/stand_in_gpu/control.hpp.
+
+    Zero bytes are a healthy machine, of which nothing has run yet.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         with open(path, "r+b") as file:

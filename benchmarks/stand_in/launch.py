@@ -72,7 +72,8 @@ def environment(
     """The variables with which a process is on the stand-in; all ranks of a job get the same.
 
     ``folder`` gets the job's ``control`` file and its devices' logs. ``kernel_us`` is a number or
-    ``"gemm=300,optimizer=50"``; with ``values`` operators compute, in jobs that ask for it; ``settings`` has more, ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
+    ``"gemm=300,optimizer=50"``. With ``values`` operators compute, in jobs that ask for it. ``settings`` has more,
+    ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     devices = folder / "devices"

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,8 @@ def all_reduce_of_every_reduction() -> bool:
         if x.item() != result:
             return False
     x = cuda(RANK + 1)
-    dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))  # pyright: ignore[reportAttributeAccessIssue]
+    halved: Any = dist._make_nccl_premul_sum(0.5)  # pyright: ignore[reportAttributeAccessIssue]
+    dist.all_reduce(x, op=halved)
     return x.item() == SIZE * (SIZE + 1) / 4
 
 
@@ -175,9 +177,11 @@ def coalesced() -> bool:
 def functional() -> bool:
     import torch.distributed._functional_collectives as functional
 
-    a = functional.all_reduce(cuda(1), "sum", dist.group.WORLD)
-    b = functional.all_gather_tensor(cuda(RANK), 0, dist.group.WORLD)
-    c = functional.reduce_scatter_tensor(cuda(*[1] * SIZE), "sum", 0, dist.group.WORLD)
+    world = dist.group.WORLD
+    assert world is not None
+    a = functional.all_reduce(cuda(1), "sum", world)
+    b = functional.all_gather_tensor(cuda(RANK), 0, world)
+    c = functional.reduce_scatter_tensor(cuda(*[1] * SIZE), "sum", 0, world)
     return (a.tolist(), b.tolist(), c.tolist()) == ([SIZE], list(range(SIZE)), [SIZE])
 
 
@@ -220,7 +224,8 @@ def fsdp2_trains() -> bool:
     def wrap(module: nn.Module) -> nn.Module:
         for layer in (module[0], module[3]):  # type: ignore[index]
             fully_shard(layer)
-        return fully_shard(module)
+        fully_shard(module)
+        return module
 
     return _training(wrap)
 
