@@ -16,7 +16,7 @@ Kind = Literal["gemm", "reduction", "optimizer", "copy", "other"]
 Counter = Literal["launches", "events", "synchronizations", "queries", "stream_waits", "communications"]
 ILLEGAL_ADDRESS, ECC = 700, 214
 MOST_RANKS = 16
-_COUNTERS: tuple[Counter, ...] = (
+COUNTERS: tuple[Counter, ...] = (
     "launches", "events", "synchronizations", "queries", "stream_waits", "communications",
 )  # fmt: skip
 _CUT, _SLOW = 0, MOST_RANKS * MOST_RANKS * 4
@@ -120,4 +120,4 @@ class Device:
 
     def count(self, what: Counter) -> int:
         """How often the process has done this."""
-        return self._library.stand_in_counter(_COUNTERS.index(what))
+        return self._library.stand_in_counter(COUNTERS.index(what))

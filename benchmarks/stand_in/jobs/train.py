@@ -9,12 +9,13 @@ Each step ends with a small all-reduce, as of a gradient's norm, and a mark in t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from benchmarks.stand_in.device import Device, compute_values
+from benchmarks.stand_in.device import COUNTERS, Device, compute_values
 from benchmarks.stand_in.faults import Script
 from torch import nn
 
@@ -140,8 +141,9 @@ def main() -> None:
         optimizer.zero_grad()
         device.mark(torch.cuda.current_stream().cuda_stream, step)
         script.at(step, "checkpoint")
+    counts = {name: device.count(name) for name in COUNTERS}
     torch.cuda.synchronize()
-    print(f"rank {rank} is done", flush=True)
+    print(f"rank {rank} is done, its process called {json.dumps(counts)}", flush=True)
     dist.destroy_process_group()
 
 
