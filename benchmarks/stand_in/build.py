@@ -7,8 +7,10 @@ libraries want from it besides, which say "not supported" or do nothing. What is
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -121,8 +123,21 @@ def build(venv: Path) -> Path:
     built = out / "built"
     if built.is_file() and built.read_text() == state.hexdigest():
         return out
-    out.mkdir(exist_ok=True)
-    built.unlink(missing_ok=True)
+    with open(venv / "stand_in.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if not (built.is_file() and built.read_text() == state.hexdigest()):
+            new = venv / "stand_in.new"
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            _build(torch, headers, new)
+            (new / "built").write_text(state.hexdigest())
+            # Those that run have the old files open.
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
+    return out
+
+
+def _build(torch: Path, headers: Path, out: Path) -> None:
     wanted = wanted_by(sorted(torch.glob("*.so")))
     builder = _Builder(headers, wanted, out)
 
@@ -150,8 +165,6 @@ def build(venv: Path) -> Path:
     operators = [SOURCES / "operators.cpp", "-o", out / OPERATORS, f"-L{torch}", f"-Wl,-rpath,{torch}"]
     libraries = ["-lc10", "-ltorch_cpu", "-lc10_cuda", out / "libcuda.so.1", "-Wl,--allow-shlib-undefined"]
     _run("g++", "-O1", "-shared", "-fPIC", "-std=c++20", "-w", *includes, cuda, *operators, *libraries)
-    built.write_text(state.hexdigest())
-    return out
 
 
 if __name__ == "__main__":

@@ -196,6 +196,36 @@ print(free())
     assert in_a_process(tmp_path, code, settings=settings).split() == (["0", "0"] if late else ["0", "3"])
 
 
+def test_a_graph_runs_what_was_captured_each_time_with_its_streams_beside_each_other(tmp_path: Path) -> None:
+    code = """
+from benchmarks.stand_in.device import compute_values
+compute_values()
+y = torch.ones(4, device="cuda")
+side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    begun = torch.cuda.Event()
+    begun.record()
+    side.wait_event(begun)
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            x.add_(1)
+    for _ in range(3):
+        y.mul_(2)
+    torch.cuda.current_stream().wait_stream(side)
+    y.add_(x)
+print(x.tolist()[0], y.tolist()[0])
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+for factor in (1, 2):
+    device.slow_down(factor)
+    begin.record()
+    graph.replay()
+    end.record()
+    print(x.tolist()[0], y.tolist()[0], round(time_of(end, begin), 4))
+"""
+    told = in_a_process(tmp_path, code, clock="virtual", kernel_us=100, values=True).splitlines()
+    assert told == ["0.0 1.0", "5.0 13.0 0.6", "10.0 114.0 1.2"]
+
+
 def test_in_real_pace_the_device_takes_its_time(tmp_path: Path) -> None:
     code = """
 device.kernel_us(200_000)

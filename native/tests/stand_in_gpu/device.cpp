@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <map>
 #include <thread>
 
 namespace stand_in {
@@ -166,6 +167,9 @@ std::vector<Stream*> streams(int device) {
 }
 
 Point Stream::enqueue(std::function<Ns(Ns)> body, std::vector<Point> after) {
+  for (const Point& other : after)  // waiting for what is captured is how another stream joins
+    if (other->graph != nullptr) other->stream->share_capture(*this);
+  if (const std::shared_ptr<Graph> graph = current_graph()) return capture(*graph, std::move(body), std::move(after));
   Point oldest;
   {
     std::unique_lock<std::mutex> guard(lock_);
@@ -182,7 +186,7 @@ Point Stream::enqueue(std::function<Ns(Ns)> body, std::vector<Point> after) {
   } else if (blocking && all.legacy != nullptr) {
     if (Point point = all.legacy->tail()) after.push_back(std::move(point));
   }
-  auto made = std::make_shared<Operation>(Operation{this, host_now(), std::move(body), std::move(after)});
+  auto made = std::make_shared<Operation>(Operation{this, nullptr, host_now(), std::move(body), std::move(after)});
   const std::lock_guard<std::mutex> guard(lock_);
   if (!started_) std::thread([this] { run(); }).detach();
   started_ = true;
@@ -217,6 +221,67 @@ void Stream::run() {
     running_ = nullptr;
     changed_.notify_all();
   }
+}
+
+Point Stream::capture(Graph& graph, std::function<Ns(Ns)> body, std::vector<Point> after) {
+  auto made = std::make_shared<Operation>(Operation{this, &graph, 0, std::move(body), {}});
+  const std::lock_guard<std::mutex> guard(graph.lock);
+  // What is not captured has ended long before: nobody captures what depends on what still runs.
+  for (Point& other : after)
+    if (other->graph == &graph) made->after.push_back(std::move(other));
+  graph.operations.push_back(made);
+  return made;
+}
+
+std::shared_ptr<Graph> Stream::current_graph() {
+  const std::lock_guard<std::mutex> guard(lock_);
+  return graph_;
+}
+Graph* Stream::capturing() { return current_graph().get(); }
+
+void Stream::share_capture(Stream& other) {
+  const std::shared_ptr<Graph> graph = current_graph();
+  if (graph == nullptr || other.capturing() != nullptr) return;
+  const std::lock_guard<std::mutex> guard(graph->lock);
+  graph->streams.push_back(&other);
+  const std::lock_guard<std::mutex> theirs(other.lock_);
+  other.graph_ = graph;
+}
+
+void Stream::begin_capture() {
+  const std::lock_guard<std::mutex> guard(lock_);
+  graph_ = std::make_shared<Graph>();
+  graph_->streams.push_back(this);
+}
+
+std::shared_ptr<Graph> Stream::end_capture() {
+  const std::shared_ptr<Graph> graph = current_graph();
+  if (graph == nullptr) return nullptr;
+  for (Stream* stream : graph->streams) {
+    const std::lock_guard<std::mutex> guard(stream->lock_);
+    stream->graph_ = nullptr;
+  }
+  return graph;
+}
+
+thread_local double t_factor = 1;  // of the launch of a graph, for its kernels
+
+int launch(const std::shared_ptr<Graph>& graph, Stream* stream) {
+  if (const int error = failed()) return error;
+  stream->enqueue([graph, slower = factor.load()](Ns begin) {
+    std::map<Stream*, Ns> times;  // how far each stream has come
+    Ns last = begin;
+    t_factor = slower;
+    for (const Point& one : graph->operations) {
+      Ns from = std::max(begin, times[one->stream]);
+      for (const Point& other : one->after) from = std::max(from, other->end);
+      one->end = one->body && failed() == 0 ? std::max(from, one->body(from)) : from;
+      times[one->stream] = one->end;
+      last = std::max(last, one->end);
+    }
+    return last;
+  });
+  return kOk;
 }
 
 Point Stream::tail() {
@@ -268,11 +333,15 @@ int record(Event* event, Stream* stream) {
 int query(Event* event) {
   if (const int error = failed()) return error;
   count(kQueries);
-  return is_done(event->get()) ? kOk : kNotReady;
+  const Point last = event->get();
+  if (last != nullptr && last->graph != nullptr) return kCapturedEvent;
+  return is_done(last) ? kOk : kNotReady;
 }
 int wait_for(Event* event) {
   if (const int error = failed()) return error;
-  wait_for(event->get());
+  const Point last = event->get();
+  if (last != nullptr && last->graph != nullptr) return kCapturedEvent;
+  wait_for(last);
   return failed();
 }
 int make_wait(Stream* stream, Event* event) {
@@ -284,7 +353,7 @@ int make_wait(Stream* stream, Event* event) {
 int elapsed(float* ms, Event* from, Event* to) {
   if (const int error = failed()) return error;
   const Point first = from->get(), last = to->get();
-  if (first == nullptr || last == nullptr || !from->timed || !to->timed) return kInvalidHandle;
+  if (first == nullptr || last == nullptr || first->graph != nullptr || last->graph != nullptr || !from->timed || !to->timed) return kInvalidHandle;
   if (!is_done(first) || !is_done(last)) return kNotReady;
   *ms = static_cast<float>(static_cast<double>(last->end - first->end) / 1e6);
   return kOk;
@@ -327,7 +396,8 @@ int launch(Stream* stream, Kind kind) {
     if (hang) std::fill_n(all.hang, kKinds, false);
     if (error != 0) std::fill_n(all.fail, kKinds, 0);
   }
-  const Ns takes = static_cast<Ns>(us * factor.load() * 1000);
+  const bool captured = stream->capturing() != nullptr;
+  const double slower = factor.load();
   if (hang) {
     stream->enqueue([stream](Ns begin) {
       log("hang %s %lld", "kernel", static_cast<long long>(begin));
@@ -343,7 +413,8 @@ int launch(Stream* stream, Kind kind) {
       return begin;
     });
   } else {
-    stream->enqueue([takes](Ns begin) { return begin + takes; });
+    // How slow the device is when it is launched, or when its graph is.
+    stream->enqueue([=](Ns begin) { return begin + static_cast<Ns>(us * (captured ? t_factor : slower) * 1000); });
   }
   return kOk;
 }
@@ -391,9 +462,9 @@ void stand_in_mark(void* stream, std::int64_t tag) {
     return begin;
   });
 }
-void stand_in_enqueue(void* stream, void (*call)(void*), void* argument) {
-  stream_of(stream)->enqueue([=](Ns begin) {
-    call(argument);
+void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), void* argument) {
+  stream_of(stream)->enqueue([call, kept = std::shared_ptr<void>(argument, drop)](Ns begin) {
+    call(kept.get());
     return begin;
   });
 }

@@ -22,7 +22,7 @@ using Ns = std::int64_t;
 
 enum Error : int {
   kOk = 0, kInvalid = 1, kNoMemory = 2, kHardware = 214, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700, kUnsupported = 801,
-  kCaptureUnsupported = 900,
+  kCaptureUnsupported = 900, kCapturedEvent = 907,
 };
 
 // STAND_IN_... of the environment.
@@ -36,8 +36,11 @@ void host_reached(Ns when);  // it has waited until then
 
 struct Stream;
 
+struct Graph;
+
 struct Operation {
   Stream* stream;
+  Graph* graph;  // what it was captured for: it runs with each launch of that, and is never `done`
   Ns enqueued;
   std::function<Ns(Ns)> body;  // begin -> end; none: no time
   std::vector<std::shared_ptr<Operation>> after;
@@ -61,6 +64,9 @@ struct Stream {
   Point enqueue(std::function<Ns(Ns)> body, std::vector<Point> after = {});
   Point tail();  // what was enqueued last; null: nothing was
   bool idle();
+  Graph* capturing();  // null: its operations run
+  void begin_capture();
+  std::shared_ptr<Graph> end_capture();  // of all streams that have joined; null: there was none
   void close();  // its thread ends when all is done; the object stays
   void wake();
 
@@ -68,13 +74,26 @@ struct Stream {
   friend void wait_for(const Point&, bool);
   friend bool is_done(const Point&);
   void run();
+  std::shared_ptr<Graph> current_graph();
+  void share_capture(Stream& other);
+  Point capture(Graph& graph, std::function<Ns(Ns)> body, std::vector<Point> after);
   std::mutex lock_;
   std::condition_variable changed_;
+  std::shared_ptr<Graph> graph_;
   std::deque<Point> queue_;
   Point tail_, running_;
   Ns time_ = 0;
   bool started_ = false, closed_ = false;
 };
+
+// A captured graph. Its operations run in the order of their capture, on one thread, each from when those that it
+// follows have ended on the device; what lies on different streams overlaps on the device's clock as it would there.
+struct Graph {
+  std::mutex lock;
+  std::vector<Point> operations;
+  std::vector<Stream*> streams;  // that have joined the capture; the first began it
+};
+int launch(const std::shared_ptr<Graph>& graph, Stream* stream);
 
 struct Event {
   std::mutex lock;
@@ -138,6 +157,7 @@ void stand_in_fail(int error);                         // the device has failed 
 void stand_in_host_ns(std::int64_t ns);                // the host works so long, where the clock is virtual
 void stand_in_mark(void* stream, std::int64_t tag);    // "mark TAG NS" into the log when the stream gets there
 std::int64_t stand_in_counter(int which);
-void stand_in_enqueue(void* stream, void (*call)(void*), void* argument);  // takes no time on the device
+// A call on the stream that takes no time on the device; more than one, if it is captured. `drop` is called in the end.
+void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), void* argument);
 void stand_in_wait(void* stream);
 }

@@ -81,11 +81,12 @@ Result submit(std::vector<Work> works) {
       if (work.stream != stream && std::find(others.begin(), others.end(), work.stream) == others.end())
         others.push_back(work.stream);
     for (Stream* other : others) after.push_back(other->tail());
-    after.erase(std::remove(after.begin(), after.end(), nullptr), after.end());
     const std::lock_guard<std::mutex> guard(core->lock);
-    if (core->last != nullptr) after.push_back(core->last);
-    core->last = stream->enqueue([now](Ns begin) { return run(*now, begin); }, after);
-    for (Stream* other : others) other->enqueue(nullptr, {core->last});
+    Point& before = stream->capturing() != nullptr ? core->last_captured : core->last;
+    after.push_back(before);
+    after.erase(std::remove(after.begin(), after.end(), nullptr), after.end());
+    before = stream->enqueue([now](Ns begin) { return run(*now, begin); }, after);
+    for (Stream* other : others) other->enqueue(nullptr, {before});
     works = std::move(later);
   }
   return kSuccess;

@@ -56,7 +56,7 @@ struct Core {  // a communicator, as long as anything of it is enqueued
   std::atomic<Result> error{kSuccess};
   std::uint64_t step = 0, splits = 0;  // collective pieces; splits made of it
   std::mutex lock;
-  Point last;                          // its operations follow each other, on whatever streams they are
+  Point last, last_captured;           // its operations follow each other, on whatever streams they are
   std::vector<double> factors;         // of reductions that multiply first, by operation
 };
 using CorePointer = std::shared_ptr<Core>;

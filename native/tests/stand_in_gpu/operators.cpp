@@ -16,7 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
-extern "C" void stand_in_enqueue(void* stream, void (*call)(void*), void* argument);
+extern "C" void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), void* argument);
 extern "C" void stand_in_wait(void* stream);
 
 namespace {
@@ -78,8 +78,10 @@ struct Pending {
   Stack arguments, results;  // on the host, of the device's memory
 };
 
+void drop(void* pointer) { delete static_cast<Pending*>(pointer); }
+
 void compute(void* pointer) {
-  const std::unique_ptr<Pending> pending(static_cast<Pending*>(pointer));
+  const auto* pending = static_cast<Pending*>(pointer);
   try {
     Stack stack = pending->arguments;
     pending->op.callBoxed(&stack);
@@ -146,7 +148,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack)
   const Stack results(stack->end() - static_cast<std::ptrdiff_t>(schema.returns().size()), stack->end());
   auto pending = std::unique_ptr<Pending>(new Pending{op, hosted(arguments), hosted(results)});
   name_generator(pending->arguments, schema, generator);
-  stand_in_enqueue(stream, compute, pending.release());
+  stand_in_enqueue(stream, compute, drop, pending.release());
 }
 
 // Every operator of torch with a kernel of CUDA's and one for the CPU.

@@ -356,21 +356,59 @@ cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (const int error = failed()) return note(error);
+  if (stream(handle)->capturing() != nullptr) return note(kCaptureUnsupported);
   wait_for(stream(handle)->tail());
   return note(failed());
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (const int error = failed()) return note(error);
+  if (stream(handle)->capturing() != nullptr) return note(kCaptureUnsupported);
   count(kQueries);
   return stream(handle)->idle() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
+// --- graphs --------------------------------------------------------------------------------------------------------------
+
+using Owned = std::shared_ptr<Graph>;  // behind a graph's handle, and that of what is made of it
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+  if (const int error = failed()) return note(error);
+  stream(handle)->begin_capture();
   return cudaSuccess;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*, cudaGraph_t*,
+cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* made) {
+  Owned graph = stream(handle)->end_capture();
+  if (graph == nullptr) return note(cudaErrorIllegalState);
+  *made = reinterpret_cast<cudaGraph_t>(new Owned(std::move(graph)));
+  return cudaSuccess;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  *status = stream(handle)->capturing() != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, std::size_t*) {
-  *status = cudaStreamCaptureStatusNone;
+  const Graph* graph = stream(handle)->capturing();
+  *status = graph != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  if (id != nullptr) *id = reinterpret_cast<std::uintptr_t>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+  *made = reinterpret_cast<cudaGraphExec_t>(new Owned(*reinterpret_cast<Owned*>(graph)));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
+  return note(launch(*reinterpret_cast<Owned*>(graph), stream(handle)));
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, std::size_t* count) {
+  *count = (*reinterpret_cast<Owned*>(graph))->operations.size();
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete reinterpret_cast<Owned*>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
+  delete reinterpret_cast<Owned*>(graph);
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
