@@ -56,7 +56,7 @@ class Done:
     console: str
     devices: list[DeviceLog]
     folder: Path
-    """Has ``run``, the run folder of keepstep, ``control`` and ``devices``."""
+    """Has ``run``, the run folder of keepstep, ``control``, ``devices``, and the console, or each rank's."""
     wall_s: float
 
 
@@ -150,7 +150,8 @@ class Job:
         raise TimeoutError(f"the job was not stuck: {self.progress()}\n{self.console()[-3000:]}")
 
     def console(self) -> str:
-        return (self.folder / "console").read_text(errors="replace")
+        """Of the launcher, or of all ranks one after the other."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("console*")))
 
     def finish(self, timeout_s: float) -> Done:
         """Wait for its end, ``timeout_s`` at most; then everything is killed."""
@@ -190,21 +191,20 @@ def start(
         folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings
     )
     words = [str(PYTHON), str(script), *arguments]
-    with open(folder / "console", "wb") as console:
-        if watched:
-            keepstep = [words[0], "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-            each = [([*keepstep, "--nproc-per-node", str(ranks), *words[1:]], variables)]
-        else:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-            each = [
-                (words, {**variables, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(ranks)
-            ]
+    if watched:
+        keepstep = [words[0], "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
         started = [
-            subprocess.Popen(
-                one, env=mine, stdout=console, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            _started([*keepstep, "--nproc-per-node", str(ranks), *words[1:]], variables, folder / "console")
+        ]
+    else:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        started = [
+            _started(
+                words,
+                {**variables, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                folder / f"console-{rank:02d}",
             )
-            for one, mine in each
+            for rank in range(ranks)
         ]
     return Job(folder, ranks, started)
 
@@ -214,6 +214,13 @@ def run(
 ) -> Done:
     """What ``start`` starts, to its end, ``timeout_s`` at most; ``options`` are those of ``start``."""
     return start(script, arguments, folder, **options).finish(timeout_s)
+
+
+def _started(words: Sequence[str], variables: Mapping[str, str], console: Path) -> subprocess.Popen[bytes]:
+    with open(console, "wb") as out:
+        return subprocess.Popen(
+            words, env=dict(variables), stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
 
 
 def _free_port() -> int:
