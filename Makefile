@@ -155,4 +155,4 @@ bench: $(DEV)
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(CUDA_VENV) build dist site .pytest_cache .ruff_cache .hypothesis runs

@@ -85,8 +85,6 @@ class Device:
         if not hasattr(self._library, "stand_in_counter"):
             raise OSError("libcuda.so.1 is not the stand-in: LD_LIBRARY_PATH has to name its folder")
         self._library.stand_in_counter.restype = ctypes.c_int64
-        path = os.environ.get("STAND_IN_CONTROL")
-        self.control = None if path is None else Control(path)
 
     def kernel_us(self, us: float, kind: Kind | None = None) -> None:
         """Let kernels of this kind, or all, take ``us`` microseconds."""
@@ -117,6 +115,14 @@ class Device:
     def mark(self, stream: int, tag: int) -> None:
         """Write down the device's time when ``stream`` gets there: the log's ``marks``."""
         self._library.stand_in_mark(ctypes.c_void_p(stream), ctypes.c_int64(tag))
+
+    def cut(self, stream: int, source: int, target: int, on: bool = True) -> None:
+        """What ``Control.cut`` does, when ``stream`` gets there; all ranks are concerned."""
+        self._library.stand_in_pair(ctypes.c_void_p(stream), 0, source, target, int(on))
+
+    def slow_pair(self, stream: int, source: int, target: int, percent: int) -> None:
+        """What ``Control.slow_pair`` does, when ``stream`` gets there; all ranks are concerned."""
+        self._library.stand_in_pair(ctypes.c_void_p(stream), 1, source, target, percent)
 
     def count(self, what: Counter) -> int:
         """How often the process has done this."""

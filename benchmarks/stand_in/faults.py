@@ -70,17 +70,18 @@ class Script:
         faults = [] if again else json.loads(os.environ.get(VARIABLE, "[]"))
         return cls(device, rank, [Fault(**one) for one in faults])
 
-    def begin(self, step: int) -> None:
-        """Call first in a step."""
+    def begin(self, step: int, stream: int) -> None:
+        """Call first in a step; ``stream``: the handle of that on which the rank computes."""
         factor = 1.0
         for fault in self.faults:
             if fault.what == "slow" and fault.is_on(step):
                 factor *= fault.value
             if fault.what in ("cut", "slow-pair") and step in (fault.step, fault.until):
-                assert self.device.control is not None, "STAND_IN_CONTROL is not set"
-                percent = int(fault.value) if fault.what == "slow-pair" else 1
-                put = self.device.control.cut if fault.what == "cut" else self.device.control.slow_pair
-                put(fault.rank, fault.peer, percent * (step == fault.step))  # type: ignore[arg-type]
+                begins = step == fault.step
+                if fault.what == "cut":
+                    self.device.cut(stream, fault.rank, fault.peer, begins)
+                else:
+                    self.device.slow_pair(stream, fault.rank, fault.peer, int(fault.value) if begins else 0)
         self.device.slow_down(factor)
 
     def at(self, step: int, where: Phase) -> None:

@@ -39,3 +39,13 @@ def test_a_dead_peer_is_an_asynchronous_error_where_its_sockets_close(tmp_path: 
         "together 3",
         *(["told of a COMM_ERROR", "the next call raises True"] if noticed else []),
     ]
+
+
+def test_a_group_is_reconfigured_without_a_dead_rank_and_with_a_new_one(tmp_path: Path) -> None:
+    job = Path(__file__).with_name("reconfigure_job.py")
+    done = run(job, [], tmp_path, ranks=3, watched=False, clock="virtual")
+    print(done.console)
+    for ranks, reduced_by in ((3, (0, 1, 2)), (2, (0, 1))):
+        for rank in reduced_by:
+            assert f"rank {rank}: {ranks} ranks reduce to {ranks}" in done.console
+    assert done.console.count("3 ranks reduce to 3") == 6  # before, and with the new one

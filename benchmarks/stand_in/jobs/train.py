@@ -125,10 +125,11 @@ def main() -> None:
     layout = LAYOUTS[arguments.layout](arguments, script)
     optimizer = torch.optim.AdamW(layout.parameters(), lr=0.01, fused=True)
     norm = torch.zeros(1, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
 
     for step in range(arguments.steps):
         layout.step = step
-        script.begin(step)
+        script.begin(step, stream)
         script.at(step, "data")
         layout.forward_backward()
         script.at(step, "reduce")
@@ -139,7 +140,7 @@ def main() -> None:
         script.at(step, "optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        device.mark(torch.cuda.current_stream().cuda_stream, step)
+        device.mark(stream, step)
         script.at(step, "checkpoint")
     counts = {name: device.count(name) for name in COUNTERS}
     torch.cuda.synchronize()

@@ -147,7 +147,7 @@ void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace stand_in
 
-// For tests and jobs, by ctypes. All of this process only.
+// For tests and jobs, by ctypes. All of this process only, but for faults between ranks.
 extern "C" {
 int stand_in_kernel_us(const char* kind, double us);  // of launches from here on; null: every kind
 void stand_in_kernel_factor(double factor);            // the same, times this
@@ -156,6 +156,7 @@ void stand_in_fail_next(const char* kind, int error);  // the next kernel (of th
 void stand_in_fail(int error);                         // the device has failed now; 0: it is whole again
 void stand_in_host_ns(std::int64_t ns);                // the host works so long, where the clock is virtual
 void stand_in_mark(void* stream, std::int64_t tag);    // "mark TAG NS" into the log when the stream gets there
+void stand_in_pair(void* stream, int slow, int from, int to, int value);  // Control's fault, when the stream gets there
 std::int64_t stand_in_counter(int which);
 // A call on the stream that takes no time on the device; more than one, if it is captured. `drop` is called in the end.
 void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), void* argument);

@@ -48,7 +48,7 @@ bool meet(Core& core, Count (&counts)[kMostRanks]) {
 bool reads_all(Do what) { return what == Do::reduce_scatter || what == Do::alltoall; }
 
 // One piece of `count` elements from element `from` on, of each rank's part where there are parts.
-bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* all_here) {
+bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* all_here, int* slow) {
   Core& core = *work.core;
   Shared& shared = *core.shared;
   const std::size_t width = width_of(work.type), bytes = count * width, ranks = static_cast<std::size_t>(core.size);
@@ -69,9 +69,11 @@ bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* a
                              static_cast<std::uint64_t>(work.what);
   shared.what[core.rank] = what;
   shared.at[core.rank] = begin;
+  shared.slow[core.rank] = worst(core, control().slow);
   if (!meet(core, shared.arrived)) return false;
   for (int rank = 0; rank < core.size; ++rank) {
     *all_here = std::max(*all_here, shared.at[rank].load());
+    *slow = std::max(*slow, shared.slow[rank].load());
     if (shared.what[rank] == what) continue;
     log("mismatch with rank %d of %s: nobody gets on", rank, core.name.c_str());
     return until(core, [] { return false; });
@@ -102,13 +104,14 @@ Ns collective(Work& work, Ns begin) {
   const std::size_t width = width_of(work.type), ranks = static_cast<std::size_t>(core.size);
   const std::size_t most = kPiece / width / ranks;
   Ns all_here = begin;
+  int slow = 0;
   for (std::size_t from = 0; from == 0 || from < work.count; from += most) {
     Ns here = begin;
-    if (!move_piece(work, from, std::min(most, work.count - from), begin, &here)) return begin;
+    if (!move_piece(work, from, std::min(most, work.count - from), begin, &here, &slow)) return begin;
     if (from == 0) all_here = here;
   }
   const std::size_t total = work.count * width;
-  return all_here + cost(work.what == Do::allreduce ? 2 * total * (ranks - 1) / ranks : total * (ranks - 1), worst(core, control().slow));
+  return all_here + cost(work.what == Do::allreduce ? 2 * total * (ranks - 1) / ranks : total * (ranks - 1), slow);
 }
 
 struct Message {
