@@ -28,7 +28,7 @@ from benchmarks._report import Line, Report, bench_arguments
 from benchmarks._trials import Trials
 from benchmarks.compound import job, real
 from benchmarks.compound import schedule as given
-from benchmarks.compound.simulated import DETECTED_GOAL, REDUCTION, REDUCTION_GOAL, simulate, spread
+from benchmarks.compound.simulated import DETECTED_GOAL, REDUCTION, REDUCTION_GOAL, TITLES, simulate, spread
 
 SEEDS = 5
 
@@ -97,6 +97,7 @@ def main() -> int:
     """Run the bench."""
     parser = bench_arguments("compound", __doc__ or "")
     parser.add_argument("--part", choices=("simulated", "real"), help="default: all")
+    parser.add_argument("--telemetry", choices=("gloo", "nccl"), help="of the simulated part; default: each")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"of the jitter ({SEEDS})")
     parser.add_argument(
         "--exchange-s", type=float, default=job.EXCHANGE_S, help="pause of an exchange of nodes"
@@ -107,7 +108,9 @@ def main() -> int:
     trials = Trials(given_.json and given_.json.with_name(f"{given_.json.stem}-trials.jsonl"))
     seeds = 1 if given_.quick else given_.seeds
     if given_.part != "real":
-        simulate(report, trials, given_.quick, seeds, given_.exchange_s)
+        for telemetry in TITLES:
+            if given_.telemetry in (None, telemetry):
+                simulate(report, trials, given_.quick, seeds, given_.exchange_s, telemetry)
     if given_.part == "real" or (given_.part is None and not given_.quick):
         train(report, trials, seeds, given_.keep)
     report.finish(given_.json)

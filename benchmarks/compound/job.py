@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import numpy as np
 from benchmarks.compound import schedule as given
 from benchmarks.simulate import Workload
 
@@ -24,6 +26,7 @@ from keepstep.control.settings import Settings
 from keepstep.core.events import Phase
 from keepstep.core.incident import Incident
 from keepstep.core.microbatch_shares import Split, equal_shares, fits
+from keepstep.core.port_counters import PortCounts, PortTraffic
 from keepstep.core.summary import ClockSample, IterationSummary, PeerTraffic
 from keepstep.launch.controller.member import Member
 
@@ -46,6 +49,14 @@ RESTORE_BYTES_PER_S = 1.07e9 / (0.144 * 1.024)  # checkpoint.json, "restore from
 REFORM_S = 0.283  # recovery.json, kill to the next step of all, warm standbys
 EXCHANGE_S = STATE_BYTES / FETCH_BYTES_PER_S + STATE_BYTES / RESTORE_BYTES_PER_S + REFORM_S
 BEGIN_S = 1000.0  # virtual time of the first iteration
+
+Telemetry = Literal["gloo", "nccl"]
+"""What agents measure of the network: the kernel's counters of TCP connections, or those of InfiniBand and RoCE ports.
+Iterations are the same in both: on NCCL the device's times of operations stand where on Gloo the host's do, and show
+waits as these do. Agents have no word for that yet but to leave the backend of a group out."""
+_BACKENDS = {"gloo": "gloo", "nccl": ""}
+CNP_S = 50e-6  # a sender that is held back is told so once in this time (DCQCN)
+CHANCE_MARKS = 20.0  # notifications a second that every port has without a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +81,12 @@ class Log:
 
 @dataclass(slots=True)
 class _Sent:
-    """What went from node to node in one step: bytes, seconds with data under way."""
+    """What went from node to node in one step: bytes, seconds with data under way; how long paths were held back."""
 
     step: int
     seconds: float
     paths: dict[tuple[int, int], tuple[float, float]]
+    held_back: dict[tuple[int, int], float]
 
 
 def name_of(node: int) -> str:
@@ -128,21 +140,30 @@ class Cluster:
                             given.TP * share * float(1 << 24),
                             given.TP * share * usual.message_s,
                         )
+        held_back = dict[tuple[int, int], float]()
         for event in self.schedule.at(step):
             if event.kind == "link":
                 one = self.place_of[event.stage * given.DP + event.replica]
                 other = self.place_of[event.to_stage * given.DP + event.to_replica]
                 for way in ((one, other), (other, one)):
                     if way in paths:
+                        held_back[way] = paths[way][1] * (event.times - 1)
                         paths[way] = paths[way][0], paths[way][1] * event.times
-        return _Sent(step, seconds, paths)
+        return _Sent(step, seconds, paths, held_back)
 
 
 class Treated:
     """The job with keepstep. ``run()``, then look at ``log``."""
 
-    def __init__(self, schedule: given.Schedule, seed: int, exchange_s: float = EXCHANGE_S) -> None:
+    def __init__(
+        self,
+        schedule: given.Schedule,
+        seed: int,
+        exchange_s: float = EXCHANGE_S,
+        telemetry: Telemetry = "gloo",
+    ) -> None:
         self.log = Log()
+        self._telemetry, self._chance = telemetry, np.random.default_rng(seed)
         self._cluster, self._exchange_s = Cluster(schedule, seed), exchange_s
         self._iterations = schedule.iterations
         self._now_s, self._ticks, self._beats = BEGIN_S, round(BEGIN_S / _TICK_S), round(BEGIN_S)
@@ -315,7 +336,8 @@ class Treated:
         self._tracks = [deque(maxlen=HISTORY) for _ in world]
         self._watches = [RankWatch(rank, names[rank]) for rank in world]
         self._clock = [[] for _ in range(NODES)]
-        groups = tuple(self._cluster.job().groups().values())
+        backend = _BACKENDS[self._telemetry]
+        groups = tuple(replace(one, backend=backend) for one in self._cluster.job().groups().values())
         for node, name in enumerate(self._names):
             peer, place = self._agent_of[node], place_of[node]
             self.controller.connected(peer, "agent")
@@ -377,9 +399,10 @@ class Treated:
             if request.first_step <= row.step <= request.last_step
         ]
         rows.sort(key=lambda row: (row.step, row.rank))
-        return wire.Profile(
-            request.request, place, tuple(rows), traffic=self._traffic(place, request.onset_step)
-        )
+        if self._telemetry == "gloo":
+            traffic = self._traffic(place, request.onset_step)
+            return wire.Profile(request.request, place, tuple(rows), traffic=traffic)
+        return wire.Profile(request.request, place, tuple(rows), ports=self._ports(place, request.onset_step))
 
     def _traffic(self, place: int, onset_step: int) -> tuple[PeerTraffic, ...]:
         if onset_step < 0:
@@ -403,6 +426,21 @@ class Treated:
             )
             for target, row in sums.items()
         )
+
+    def _ports(self, place: int, onset_step: int) -> tuple[PortTraffic, ...]:
+        """The node's port: bytes, and notifications of congestion at both ends of a path that is held back."""
+        if onset_step < 0:
+            return ()
+        spans = [PortCounts(), PortCounts()]
+        for one in self._sent:
+            sent = sum(nbytes for (source, _), (nbytes, _) in one.paths.items() if source == place)
+            received = sum(nbytes for (_, target), (nbytes, _) in one.paths.items() if target == place)
+            held_s = sum(held_s for path, held_s in one.held_back.items() if place in path)
+            marks = int(self._chance.poisson(CHANCE_MARKS * one.seconds + held_s / CNP_S))
+            counts = PortCounts(one.seconds, int(sent), int(received), marked=marks)
+            after = one.step >= onset_step
+            spans[after] = spans[after].plus(counts)
+        return (PortTraffic(self._names[self._node_at(place)], "mlx5_0/1", spans[0], spans[1]),)
 
     def _address(self, place: int) -> str:
         return f"10.0.0.{self._node_at(place)}"

@@ -11,6 +11,8 @@ constexpr unsigned kCards = 2;
 struct Card {
   unsigned clock, celsius, busy_percent, pid;
   unsigned long long reasons, memory_errors, replays, xid;  // xid: told once, then 0
+  unsigned long long recoveries, crc_flits, crc_data;
+  unsigned inactive;  // of its one NVLink
 };
 
 struct Process {
@@ -82,9 +84,16 @@ int nvmlDeviceGetTotalEccErrors(Card* card, unsigned, unsigned, unsigned long lo
   return kOk;
 }
 
-int nvmlDeviceGetNvLinkErrorCounter(Card* card, unsigned link, unsigned, unsigned long long* errors) {
+int nvmlDeviceGetNvLinkErrorCounter(Card* card, unsigned link, unsigned counter, unsigned long long* errors) {
+  const unsigned long long counts[] = {card->replays, card->recoveries, card->crc_flits, card->crc_data};
+  if (link != 0 || counter > 3) return kNotSupported;
+  *errors = counts[counter];
+  return kOk;
+}
+
+int nvmlDeviceGetNvLinkState(Card* card, unsigned link, unsigned* active) {
   if (link != 0) return kNotSupported;
-  *errors = card->replays;
+  *active = card->inactive == 0;
   return kOk;
 }
 

@@ -15,17 +15,17 @@ from keepstep.agent.ranks.host_ring import HostRing, process_groups
 from keepstep.agent.ranks.states import loop_left, main_site, operations_in_flight, python_stack, rank_state
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.sensors import nccl_links as link_files
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
+from keepstep.agent.sensors.network import NetworkSensors
+from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
-from keepstep.agent.sensors.sockets import SocketSensor
 from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.own_folders import make_folder, unwritten
-from keepstep.core.summary import ClockSample, HostCause, IterationSummary, LinkState, RankState
+from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,
@@ -95,9 +95,9 @@ class NodeAgent:
         links: Mapping[int, str] | None = None,
         gpus: Gpus | None = None,
         workers: Mapping[int, int] | None = None,
+        ports: PortSensor | None = None,
     ) -> None:
         """``workers``: process ids by rank, as far as they are known before the ranks open their rings."""
-        self._links = links or {}
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
             _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
@@ -110,7 +110,7 @@ class NodeAgent:
         self._ended: list[tuple[IterationSummary, float, int]] = []
         self._sensors = HostSensors()
         self._gpus = gpus
-        self._sockets = SocketSensor()
+        self.network = NetworkSensors(node, links or {}, ports)
         self._activity = ActivitySensor()
         self._unwatched = UnwatchedSensor()
         self._notices: tuple[str, ...] = ()  # what the operator is told
@@ -144,7 +144,7 @@ class NodeAgent:
         if self._rings and all(ring.track.waiting for ring in self._rings):
             last_ns = max(ring.track.last_progress_ns for ring in self._rings)
             # A sample taken now separates the traffic before the standstill from the traffic during it.
-            if self._sockets.looked_s * 1e9 < last_ns:
+            if self.network.sockets.looked_s * 1e9 < last_ns:
                 self._look_at_sockets(now_ns)
         return busy
 
@@ -196,7 +196,10 @@ class NodeAgent:
         return self._notices
 
     def _look_at_sockets(self, now_ns: int) -> None:
-        self._sockets.look(now_ns * 1e-9, self._processes().values())
+        self.network.look(now_ns * 1e-9, self._processes(), self._groups_of)
+
+    def _groups_of(self, rank: int) -> list[GroupInfo]:
+        return process_groups(self._tracks[rank].track.groups) if rank in self._tracks else []
 
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
@@ -253,7 +256,10 @@ class NodeAgent:
         asked = [ring.track for ring in self._rings if ring.rank in wanted]
         blocks = [block for track in asked for block in track.blocks(first, last)]
         onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
-        traffic = self._sockets.traffic(onset_s, self._node) if onset_s is not None else ()
+        network = self.network
+        traffic, ports = (
+            (network.traffic(onset_s), network.ports(onset_s)) if onset_s is not None else ((), ())
+        )
         return Profile(
             request.request,
             self._node_rank,
@@ -263,6 +269,7 @@ class NodeAgent:
             traffic,
             tuple(blocks),
             pack(found) if request.packed else None,
+            ports,
         )
 
     async def states(self, request: StateRequest) -> States:
@@ -282,17 +289,17 @@ class NodeAgent:
         known = tuple(replace(state, left_loop=loop) for state, loop in zip(known, loops, strict=True))
         clock = self._recent_clock()
         onset_s = max((state.last_progress_s for state in known if state.alive), default=0.0)
-        if now_ns * 1e-9 - self._sockets.looked_s > _CLOSE_LOOK_S:
+        if now_ns * 1e-9 - self.network.sockets.looked_s > _CLOSE_LOOK_S:
             self._look_at_sockets(now_ns)
-        traffic = self._sockets.traffic(onset_s, self._node, _BUSIEST)
-        return States(request.request, self._node_rank, known, clock, traffic)
+        traffic, ports = self.network.traffic(onset_s, _BUSIEST), self.network.ports(onset_s)
+        return States(request.request, self._node_rank, known, clock, traffic, ports)
 
     def _recent_clock(self) -> tuple[ClockSample, ...]:
         return tuple(sample for ring in self._rings for sample in ring.track.clock.recent())
 
     def addresses(self) -> tuple[set[str], set[str]]:
         """The ranks' own addresses, and the addresses to which they have connections, in the last sample."""
-        return self._sockets.addresses()
+        return self.network.sockets.addresses()
 
     def save_rings(self) -> int:
         """Save readable rings to ``RUN/rings`` and link tables to ``RUN/links``; return the number of rings."""
@@ -309,7 +316,7 @@ class NodeAgent:
                 if not isinstance(error, KeepstepError):  # such as a full disk
                     self._save_again_ns = time.monotonic_ns() + _SAVE_AGAIN_NS
         try:
-            link_files.save(self._links, self._run_dir / "links")
+            self.network.save(self._run_dir / "links")
         except OSError as error:
             logger.warning("link tables could not be saved: %s", error)
         return saved
@@ -473,9 +480,11 @@ class NodeAgent:
                 now_ns,
                 stack,
                 reader.sites(),
-                self._sockets.unread_bytes(process),
+                self.network.sockets.unread_bytes(process),
                 process,
-                self._standing_still(ring) if state not in (*STOPPED, *GONE) else (),
+                self.network.standing_still(ring.rank, self._groups_of(ring.rank))
+                if state not in (*STOPPED, *GONE)
+                else (),
                 self._activity.stillness(ring.rank),
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
                 calls=calls,
@@ -487,13 +496,3 @@ class NodeAgent:
         except (RingError, OSError) as error:
             self._complain(ring, str(error), now_ns)
             return None
-
-    def _standing_still(self, ring: _Ring) -> tuple[LinkState, ...]:
-        table = self._links.get(ring.rank)
-        if table is None:
-            return ()
-        try:
-            return link_files.standing_still(table, ring.rank, process_groups(ring.track.groups))
-        except RingError as error:
-            logger.debug("rank %d: its link table cannot be read: %s", ring.rank, error)
-            return ()

@@ -16,6 +16,7 @@ from keepstep import wire
 from keepstep.agent.arguments import Arguments
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
+from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import alive, identify, kill_carriers
 from keepstep.agent.services.checkpoints import Checkpoints, Place
 from keepstep.agent.services.checksums import ChecksumTeller
@@ -62,6 +63,8 @@ class Program:
         self._probing = False
         self._gpus = Gpus()
         self._gpus.start()
+        self._ports = PortSensor()
+        self._ports.start()
         self._agent = NodeAgent(
             arguments.rings,
             arguments.node,
@@ -72,6 +75,7 @@ class Program:
             arguments.links,
             self._gpus,
             arguments.workers,
+            self._ports,
         )
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()
@@ -299,6 +303,7 @@ class Program:
 
     async def _end(self) -> None:
         self._gpus.close()
+        self._ports.close()
         if self._checksums is not None:
             self._checksums.stop()
         if self._checkpoints is not None:

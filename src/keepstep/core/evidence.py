@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from keepstep.core.finding import Finding
 from keepstep.core.node_clocks import ClockOffsets, Clocks
+from keepstep.core.port_counters import PortTraffic
 from keepstep.core.summary import (
     BlockSummary,
     GroupInfo,
@@ -38,6 +39,7 @@ class Evidence:
         causes: what agents saw outside the training processes: quotas, contention, slow GPU clocks.
         traffic: what nodes sent to each other over TCP before and after the onset. It tells pairs of nodes apart inside
             a collective.
+        ports: what the nodes' InfiniBand and RoCE ports counted before and after the onset, or the latest progress.
         states: where each rank is right now: operations in flight, phase, process state. Ranks that did not answer are
             missing.
         silent_nodes: nodes whose agent does not answer.
@@ -57,6 +59,7 @@ class Evidence:
     blocks: Sequence[BlockSummary] = ()
     causes: Sequence[HostCause] = ()
     traffic: Sequence[PeerTraffic] = ()
+    ports: Sequence[PortTraffic] = ()
     states: Sequence[RankState] = ()
     silent_nodes: Collection[str] = ()
     probes: Sequence[PathProbe] = ()

@@ -216,9 +216,10 @@ class ClockSample:
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """What a node's workers sent over TCP to one address before and after a step, as the kernel counts it.
+    """What a node's workers sent to one address before and after a step, as the kernel or NCCL's proxy counts it.
 
-    ``busy_s`` sums, over the connections, the time with data under way: bytes / busy_s is the speed of the path.
+    ``busy_s`` sums, over the connections, the time with data under way: bytes / busy_s is the speed of the path. Where
+    NCCL counts, the addresses are those of ranks (`rank_address`).
     """
 
     node: str  # the node that sends
@@ -230,6 +231,12 @@ class PeerTraffic:
     after_s: float
     after_bytes: int
     after_busy_s: float
+    over: Literal["TCP", "NCCL"] = "TCP"
+
+
+def rank_address(rank: int) -> str:
+    """The address of a rank in what NCCL's proxy counts."""
+    return f"rank:{rank}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from keepstep.core.summary import LinkState, RankState
 from keepstep.locate._calls import ranks_of
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence, is_of
 from keepstep.locate._paths import Pair, common_node
+from keepstep.locate._ports import are_quiet, bad_ports, port_lines, ports_down
 from keepstep.locate._waiting import Pending
 
 _LEAST_QUIET_S = 0.5  # a transfer without progress for longer stands still (MegaTrace §IV)
@@ -84,19 +85,55 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
     pairs = list(dict.fromkeys(pair for p in stuck for pair in known.pairs(p)))[:_MOST_PATHS]
     bad = known.paths.bad(pairs)
     waiting = {rank for p in stuck for rank in p.waiting}
+    nodes, ports = {node for pair in pairs for node in pair}, known.given.ports
+    down = ports_down(ports, nodes)
+    fallen = sorted({port.node for port in down})
     if cut := cut_links(known.states, waiting):
         found = _diagnose_cut_links(known, stuck, cut)
+    elif 0 < len(fallen) <= 2:
+        names = " and ".join(f"{port.port} of {port.node}" for port in down[:_MOST_LINKS])
+        found = _diagnose_ports(known, stuck, pairs, fallen, f"port {names} went down", "link down", "high")
     elif bad:
         found = _diagnose_bad_paths(known, stuck, bad)
+    elif (lossy := bad_ports(ports, nodes)) is not None:
+        found = _diagnose_ports(known, stuck, pairs, lossy.nodes, "; ".join(lossy.evidence[:2]))
     elif 0 < len(waits := _not_begun(known, stuck[0])) <= min(FEW, len(stuck[0].waiting) // 2):
         found = _diagnose_not_begun(known, stuck[0], waits)
     elif 0 < len(gpus := _still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
         found = _diagnose_still_gpus(known, stuck, gpus)
-    elif (readers := _not_reading(known, stuck)) or known.paths.all_sound(pairs):
+    elif (
+        (readers := _not_reading(known, stuck))
+        or known.paths.all_sound(pairs)
+        or _is_quiet(known, waiting, nodes)
+    ):
         found = _diagnose_software(known, stuck, readers)
     else:
         found = _diagnose_untested(known, stuck)
-    return replace(found, evidence=(*found.evidence, *known.paths.lines(pairs)), paths=tuple(pairs))
+    lines, missing = (*known.paths.lines(pairs), *port_lines(ports, nodes)), found.missing
+    if are_quiet(ports, nodes):
+        lines = (*lines, f"ports of {fold_nodes(sorted(nodes))} lost nothing, and none went down")
+    if any(port.node in nodes for port in ports):
+        missing = (*missing, "whether the fabric carries messages: probes go over TCP")
+    return replace(found, evidence=(*found.evidence, *lines), missing=missing, paths=tuple(pairs))
+
+
+def _diagnose_ports(
+    known: HangEvidence,
+    stuck: Sequence[Pending],
+    pairs: Sequence[Pair],
+    nodes: Sequence[str],
+    detail: str,
+    cause: str = "network",
+    sure: Confidence = "medium",
+) -> Diagnosis:
+    """The ports of one of these nodes, or at both ends of a link, went down or lose data."""
+    both = next((pair for pair in pairs if set(pair) == set(nodes)), None)
+    pair = both or next(pair for pair in pairs if nodes[0] in pair)
+    main = next((p for p in stuck if _goes_over(known, p, pair)), stuck[0])
+    ends = _end_at(known, main, pair[0]), _end_at(known, main, pair[1])
+    culprit = _link(known, ends, sure, cause, detail, "" if both else nodes[0])
+    told = (_entered(main),) if main.entered_by_all else ()
+    return known.diagnosis((culprit,), set(ends), main, told)
 
 
 def _diagnose_cut_links(known: HangEvidence, stuck: Sequence[Pending], cut: Sequence[Flow]) -> Diagnosis:
@@ -246,6 +283,12 @@ def _diagnose_untested(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnos
             f"which of ranks {waiting} holds up the others: their stacks, and on which nodes they are",
         )
     return known.diagnosis((), set(), first, (told,), missing)
+
+
+def _is_quiet(known: HangEvidence, waiting: Collection[int], nodes: Collection[str]) -> bool:
+    """Whether NCCL has handed the network nothing that it has not completed, and no port lost anything."""
+    counted = all(known.states[rank].links for rank in waiting)
+    return counted and are_quiet(known.given.ports, nodes)
 
 
 def cut_links(states: Mapping[int, RankState], ranks: Collection[int]) -> list[Flow]:

@@ -118,7 +118,7 @@ def _held_up(one: PeerTraffic, target: str) -> str:
     busy_s = one.after_busy_s
     if busy_s < max(_LEAST_BUSY_S, _LEAST_BUSY_SHARE * one.after_s):
         return ""
-    way = f"{one.node} to {target}: TCP has had data under way for {busy_s:.0f} s"
+    way = f"{one.node} to {target}: {one.over} has had data under way for {busy_s:.0f} s"
     if one.after_bytes == 0:
         return f"{way}, nothing of it arrived"
     if one.before_busy_s <= 0 or one.before_bytes < _LEAST_BYTES:

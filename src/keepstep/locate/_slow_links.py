@@ -15,6 +15,7 @@ from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.locate._candidates import ranks_to_look_at
 from keepstep.locate._components import lowest_connected
 from keepstep.locate._paths import Pair, common_node
+from keepstep.locate._ports import BadPorts, bad_ports
 from keepstep.locate._profile import MAD_TO_SIGMA
 from keepstep.locate._traffic import slowest_path
 from keepstep.locate._transfers import (
@@ -36,6 +37,7 @@ _FAST_RATIO = 1.15  # a path this near its healthy time is not the slow one
 _MAX_PAIRS_NODES = 16  # among more nodes no single pair is looked for
 _SPREADS = 0.75  # half of what a collective must grow by, as a multiple of its unevenness while healthy
 _MAX_LINKS = 4  # named in one diagnosis
+_OWN_PORT = "only a port of {} stands out: its own connection is the likely cause"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,10 @@ def blame_links(transfers: Sequence[Transfer], evidence: Evidence, slowdown_s: f
     if path is not None:
         culprit = _culprit((path.source, path.target), slow[0], nodes, "high", "")
         return replace(found, culprits=(culprit,), evidence=(*found.evidence, str(path)))
+    if (bad := bad_ports(evidence.ports, rest)) is not None:
+        return replace(
+            found, culprits=(_by_ports(bad, slow[0], rest, nodes),), evidence=(*found.evidence, *bad.evidence)
+        )
     where = f"{slow[0].path} spans all of them; test them pair by pair"
     return replace(found, missing=(f"which pair of {fold_nodes(rest)} is slow: {where}",))
 
@@ -217,6 +223,17 @@ def _common_pair(
     cleared = {spans[t.path] for t in transfers if t.ratio <= _FAST_RATIO and t.nbytes >= weight}
     left = [pair for pair in itertools.combinations(common, 2) if pair not in cleared]
     return (left[0] if len(left) == 1 else None), sorted({node for pair in left for node in pair}) or common
+
+
+def _by_ports(bad: BadPorts, transfer: Transfer, among: Sequence[str], nodes: Mapping[int, str]) -> Culprit:
+    """The link between two nodes whose ports stand out; of a single one, a link of its own."""
+    if len(bad.nodes) == 2:
+        return _culprit(
+            (bad.nodes[0], bad.nodes[1]), transfer, nodes, "high", "the ports at its ends stand out"
+        )
+    hub = bad.nodes[0]
+    other = next(node for node in among if node != hub)
+    return _culprit((hub, other), transfer, nodes, "medium", _OWN_PORT.format(hub), hub)
 
 
 def _culprit(

@@ -1,4 +1,4 @@
-"""Finds the pair of nodes between which a collective over many nodes is slow, by the speed of TCP connections."""
+"""Finds the pair of nodes between which a collective over many nodes is slow, by the speed of its connections."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class SlowPath:
     before_Bps: float
     after_Bps: float
     others_drop: float  # factor by which the median of the other paths lost speed: 1 for nothing
+    over: str = "TCP"
 
     @property
     def drop(self) -> float:
@@ -30,15 +31,23 @@ class SlowPath:
     def __str__(self) -> str:
         speeds = f"{_rate(self.before_Bps)} -> {_rate(self.after_Bps)}"
         others = f"other paths x{1 / self.others_drop:.2f}"
-        return f"{self.source} to {self.target}: TCP sends at {speeds}; {others}"
+        return f"{self.source} to {self.target}: {self.over} sends at {speeds}; {others}"
 
 
 def slowest_path(traffic: Sequence[PeerTraffic], among: Collection[str]) -> SlowPath | None:
     """The one pair among the nodes whose connections became slower than all others'; None when none stands out.
 
     The two directions of a pair count as one: often both are slow. Without a second pair there is nothing to compare
-    with, and nobody is named.
+    with, and nobody is named. What NCCL counts comes first: it is the training's own data.
     """
+    for over in ("NCCL", "TCP"):
+        found = _slowest([one for one in traffic if one.over == over], among)
+        if found is not None:
+            return replace(found, over=over)
+    return None
+
+
+def _slowest(traffic: Sequence[PeerTraffic], among: Collection[str]) -> SlowPath | None:
     node_of = {one.source: one.node for one in traffic}
     sums: dict[tuple[str, str], list[float]] = {}
     length_s = 0.0

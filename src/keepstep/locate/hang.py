@@ -41,7 +41,8 @@ _LINES = re.compile(r"(.+):(\d+)-(\d+)$")
 def locate_hang(evidence: Evidence) -> Diagnosis:
     """Name who never entered, stopped, died or entered another operation, or the transfer that is stuck.
 
-    It reads ``states``, ``groups``, ``nodes``, ``silent_nodes``, ``clocks``, ``traffic``, ``probes``, ``addresses``
+    It reads ``states``, ``groups``, ``nodes``, ``silent_nodes``, ``clocks``, ``traffic``, ``ports``, ``probes``,
+    ``addresses``
     and, in ``findings``, which ranks have left with exit code 0.
     """
     if left := left_well(evidence):

@@ -85,7 +85,8 @@ class _Growth:
 def locate_slow(evidence: Evidence) -> Diagnosis:
     """Name the ranks or links that make the job slower, worst first; nobody when the evidence does not carry it.
 
-    It reads ``before``, ``after``, ``groups``, ``nodes``, ``clocks``, ``causes``, ``layout`` and ``traffic``.
+    It reads ``before``, ``after``, ``groups``, ``nodes``, ``clocks``, ``causes``, ``layout``, ``traffic``,
+    ``ports``.
     """
     before, after = table_of(evidence.before), table_of(evidence.after)
     if not len(after):
@@ -117,7 +118,11 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
     if explained < MIN_SHARE and explained < links.share:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
-        return _nobody(growth, links, missing, evidence.causes)
+        nobody = _nobody(growth, links, missing, evidence.causes)
+        culprits = _held_up(evidence, growth)
+        blamed = {culprit.rank for culprit in culprits}
+        victims = tuple(rank for rank in growth.ranks.tolist() if rank not in blamed) if blamed else ()
+        return replace(nobody, culprits=culprits, victims=victims)
     stages: Mapping[int, int] = {}
     if len(chosen):
         few = before if len(before) else after
@@ -209,6 +214,32 @@ def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
     gains = zip(growth.ranks.tolist(), growth.gain_s.tolist(), strict=True)
     explained = all(lost.get(rank, 0.0) >= _HOST_EXPLAINS * gain_s > 0 for rank, gain_s in gains)
     return np.arange(len(growth.ranks) if explained else 0)
+
+
+def _held_up(evidence: Evidence, growth: _Growth) -> tuple[Culprit, ...]:
+    """The few ranks of which an agent saw a cause that explains the slowdown, where waiting cannot be told from work.
+
+    On a device's backend a victim's own time grows as the culprit's does. Where waits are recorded it does not, and a
+    cause on a few ranks does not explain that all have become slower.
+    """
+    if all(group.records_waits for group in evidence.groups.values()):
+        return ()
+    known = set(growth.ranks.tolist())
+    graver = [
+        cause
+        for cause in sorted(evidence.causes, key=lambda cause: -cause.share)
+        if cause.rank in known and cause.share * growth.job_after_s >= _HOST_EXPLAINS * growth.slowdown_s
+    ]
+    worst = {cause.rank: cause for cause in reversed(graver)}
+    if not 0 < len(worst) <= max(1, len(known) // 4):
+        return ()
+    return tuple(
+        Culprit(
+            *(rank, None, evidence.nodes.get(rank, ""), "", 0.0, "medium", cause.cause),
+            "; ".join(filter(None, (f"{cause.share:.0%} of its time lost, no other rank's", cause.detail))),
+        )
+        for rank, cause in sorted(worst.items())
+    )
 
 
 def _diagnosis(
@@ -330,7 +361,7 @@ def _nobody(
         facts = f"own time of all {len(growth.ranks)} ranks x{least:.2f} to x{most:.2f}"
         together = growth.share_of_all
         if together >= MIN_SHARE:
-            hosts = sorted({cause.cause for cause in causes if cause.share >= _LEAST_HOST_SHARE})
+            hosts = _seen([cause for cause in causes if cause.share >= _LEAST_HOST_SHARE])
             evidence.append(f"{facts}: all ranks alike, {min(together, 1.0):.0%} of the slowdown")
             evidence.extend(f"agents saw {cause}" for cause in hosts)
             wanted = "what grew for all ranks: work per step, clocks of the devices, a shared resource"
@@ -343,6 +374,14 @@ def _nobody(
         if growth.before is None:
             missing = (*missing, "a healthy time to compare with")
     return _unknown(tuple(evidence), missing + links.missing, links.summary or "cause unknown")
+
+
+def _seen(causes: Sequence[HostCause]) -> list[str]:
+    """The causes by name, each with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for cause in causes:
+        ranks.setdefault(cause.cause, []).extend([cause.rank] if cause.rank >= 0 else [])
+    return [f"{name} on ranks {fold_ranks(on)}" if on else name for name, on in sorted(ranks.items())]
 
 
 def _unknown(

@@ -133,11 +133,20 @@ def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
     with suppress(nvml.NVMLError):
         sort, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         found["uncorrected memory errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, sort, since)
-    found["NVLink replays"] = 0
+    for name, counter in (
+        ("NVLink replays", nvml.NVML_NVLINK_ERROR_DL_REPLAY),
+        ("NVLink recoveries", nvml.NVML_NVLINK_ERROR_DL_RECOVERY),
+        ("NVLink CRC errors in flits", nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT),
+        ("NVLink CRC errors in data", nvml.NVML_NVLINK_ERROR_DL_CRC_DATA),
+    ):
+        found[name] = 0
+        for link in range(_MOST_LINKS):
+            with suppress(nvml.NVMLError):
+                found[name] += nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, counter)
+    found["NVLinks inactive"] = 0
     for link in range(_MOST_LINKS):
         with suppress(nvml.NVMLError):
-            count = nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, nvml.NVML_NVLINK_ERROR_DL_REPLAY)
-            found["NVLink replays"] += count
+            found["NVLinks inactive"] += not nvml.nvmlDeviceGetNvLinkState(handle, link)
     for name, now in found.items():
         before = gpu.errors.get(name)
         gpu.errors[name] = now

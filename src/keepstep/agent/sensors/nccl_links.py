@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from keepstep.agent.sensors.processes import identify, state_of
 from keepstep.core.errors import RingError
@@ -26,11 +29,15 @@ _STANDS: dict[int, Standstill] = {
 _MOST_LINKS = 64  # most links of a rank that the controller is told of
 
 
-def save(tables: Mapping[int, str], folder: Path) -> int:
+def save(
+    tables: Mapping[int, str],
+    folder: Path,
+    usual: Callable[[int, LinkSnapshot], NDArray[np.float64]] | None = None,
+) -> int:
     """Write ``FOLDER/rank-00000.json`` for every table (paths by rank) that NCCL has written; return how many.
 
     ``process`` in the file is the state of the rank's process as in ``/proc/PID/stat``, empty if it is gone. All
-    transfers of a stopped or dead process look stalled.
+    transfers of a stopped or dead process look stalled. ``usual``: the usual rates of a rank's links, for `judge`.
 
     Raises OSError if a file cannot be written. A table that cannot be read is left out.
     """
@@ -45,7 +52,8 @@ def save(tables: Mapping[int, str], folder: Path) -> int:
         make_folder(folder)
         process = identify(seen.pid)
         state = state_of(process) if process is not None else ""
-        content = json.dumps({"rank": rank, "process": state, **described(seen)})
+        rates = None if usual is None else usual(rank, seen)
+        content = json.dumps({"rank": rank, "process": state, **described(seen, rates)})
         write_whole(folder / f"rank-{rank:05d}.json", content.encode())
         saved += 1
     return saved
@@ -60,7 +68,7 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
         RingError: the table cannot be read.
     """
     seen = LinkReader(path).snapshot()
-    members = {one.index: _members(one, rank, groups) for one in seen.communicators}
+    members = {one.index: members_of(one, rank, groups) for one in seen.communicators}
     found: dict[tuple[int, Standstill], LinkState] = {}
     for link, judged in zip(seen.links, judge(seen), strict=True):
         at, ranks = _STANDS.get(int(judged["flow"])), members.get(int(link["comm"]))
@@ -75,7 +83,7 @@ def standing_still(path: str, rank: int, groups: Sequence[GroupInfo]) -> tuple[L
     return tuple(sorted(found.values(), key=lambda one: -one.quiet_s)[:_MOST_LINKS])
 
 
-def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo]) -> tuple[int, ...] | None:
+def members_of(communicator: Communicator, rank: int, groups: Sequence[GroupInfo]) -> tuple[int, ...] | None:
     """Global ranks in the order of a communicator's own ranks; None if several groups may be meant."""
     place, size, name = communicator.rank, communicator.size, communicator.name
     same_size = [one for one in groups if len(one.members) == size and 0 <= place < size]
@@ -85,14 +93,16 @@ def _members(communicator: Communicator, rank: int, groups: Sequence[GroupInfo])
     return next(iter(could)) if len(could) == 1 else None
 
 
-def described(seen: LinkSnapshot) -> dict[str, Any]:
+def described(seen: LinkSnapshot, usual: NDArray[np.float64] | None = None) -> dict[str, Any]:
     """A snapshot of a table and its judgement, for JSON. Times are on CLOCK_MONOTONIC; unknown ones are null."""
     links: list[dict[str, Any]] = []
-    for row, judged in zip(seen.links, judge(seen), strict=True):
+    rates = np.full(len(seen.links), math.nan) if usual is None else usual
+    for row, judged, rate in zip(seen.links, judge(seen, usual), rates.tolist(), strict=True):
         values = {name: judged[name].item() for name in judged.dtype.names}
         figures = {name: None if math.isnan(value) else value for name, value in values.items()}
         counters = {name: row[name].item() for name in row.dtype.names}
-        links.append(counters | figures | {"flow": Flow(judged["flow"]).name})
+        known = {"usual": None if math.isnan(rate) else rate, "flow": Flow(judged["flow"]).name}
+        links.append(counters | figures | known)
     return {
         "taken_ns": seen.taken_ns,
         "pid": seen.pid,

@@ -13,6 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.core.descriptors import socket_inodes
@@ -39,7 +40,7 @@ _RECEIVE_BYTES = 1 << 16
 
 _LOOKS = 32
 MOST_SOCKETS = 8192
-_MOST_PEERS = 256
+MOST_PEERS = 256
 _RESCAN_LOOKS = 10
 
 
@@ -57,17 +58,47 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class Look:
+    """What was sent between two samples: bytes and busy seconds by (source, target)."""
+
     begin_s: float
     end_s: float
-    sent: Mapping[tuple[str, str], tuple[int, float]]  # bytes and busy seconds by (source, target)
+    sent: Mapping[tuple[str, str], tuple[int, float]]
+
+
+def busiest(
+    looks: Iterable[Look], onset_s: float, node: str, most: int, over: Literal["TCP", "NCCL"]
+) -> tuple[PeerTraffic, ...]:
+    """What was sent to each address in the samples that ended before ``onset_s``, and in those begun after it.
+
+    The result has the ``most`` paths that were busiest since, and at least one path of each of the node's own
+    addresses, so that the controller knows that the address belongs to this node.
+    """
+    sums: dict[tuple[str, str], list[float]] = {}
+    spans = [0.0, 0.0]
+    for look in looks:
+        after = look.begin_s >= onset_s
+        if not after and look.end_s > onset_s:
+            continue
+        spans[after] += look.end_s - look.begin_s
+        for path, (nbytes, busy_s) in look.sent.items():
+            row = sums.setdefault(path, [0.0] * 4)
+            row[2 * after] += nbytes
+            row[2 * after + 1] += busy_s
+    ordered = sorted(sums.items(), key=lambda item: -item[1][3])
+    first_of = {source: place for place, ((source, _), _) in reversed(list(enumerate(ordered)))}
+    chosen = [ordered[place] for place in sorted({*range(min(most, len(ordered))), *first_of.values()})]
+    return tuple(
+        PeerTraffic(node, source, target, spans[0], int(row[0]), row[1], spans[1], int(row[2]), row[3], over)
+        for (source, target), row in chosen
+    )
 
 
 class SocketSensor:
     """Samples what the node's workers send to each address, about once a second and more often in a hang."""
 
     def __init__(self) -> None:
-        self._looks: deque[_Look] = deque(maxlen=_LOOKS)
+        self._looks: deque[Look] = deque(maxlen=_LOOKS)
         self._last: dict[int, Connection] = {}
         self.looked_s = 0.0  # when the last sample was taken; 0 before the first
         self._own: dict[int, int] = {}  # process IDs of workers, by inode of the socket
@@ -86,30 +117,9 @@ class SocketSensor:
             self._off = True
             logger.info("the speed of TCP paths is not watched: %s", error)
 
-    def traffic(self, onset_s: float, node: str, most: int = _MOST_PEERS) -> tuple[PeerTraffic, ...]:
-        """What was sent to each address in the samples that ended before ``onset_s``, and in those begun after it.
-
-        The result has the ``most`` paths that were busiest since, and at least one path of each of the node's own
-        addresses, so that the controller knows that the address belongs to this node.
-        """
-        sums: dict[tuple[str, str], list[float]] = {}
-        spans = [0.0, 0.0]
-        for look in self._looks:
-            after = look.begin_s >= onset_s
-            if not after and look.end_s > onset_s:
-                continue
-            spans[after] += look.end_s - look.begin_s
-            for path, (nbytes, busy_s) in look.sent.items():
-                row = sums.setdefault(path, [0.0] * 4)
-                row[2 * after] += nbytes
-                row[2 * after + 1] += busy_s
-        ordered = sorted(sums.items(), key=lambda item: -item[1][3])
-        first_of = {source: place for place, ((source, _), _) in reversed(list(enumerate(ordered)))}
-        busiest = [ordered[place] for place in sorted({*range(min(most, len(ordered))), *first_of.values()})]
-        return tuple(
-            PeerTraffic(node, source, target, spans[0], int(row[0]), row[1], spans[1], int(row[2]), row[3])
-            for (source, target), row in busiest
-        )
+    def traffic(self, onset_s: float, node: str, most: int = MOST_PEERS) -> tuple[PeerTraffic, ...]:
+        """What was sent to each address before and after ``onset_s`` (`busiest`)."""
+        return busiest(self._looks, onset_s, node, most, "TCP")
 
     def addresses(self) -> tuple[set[str], set[str]]:
         """The workers' own addresses, and the addresses to which they have connections."""
@@ -149,7 +159,7 @@ class SocketSensor:
             known = sent.get((one.source, one.target), (0, 0.0))
             sent[one.source, one.target] = (known[0] + nbytes, known[1] + max(busy_s, 0.0))
         if self.looked_s:
-            self._looks.append(_Look(self.looked_s, now_s, sent))
+            self._looks.append(Look(self.looked_s, now_s, sent))
         self._last, self.looked_s = own, now_s
 
 

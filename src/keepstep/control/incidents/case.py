@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 from keepstep.control.cluster import Cluster
@@ -18,6 +18,7 @@ from keepstep.control.membership.pauses import RankMoves
 from keepstep.core.events import SET_UP
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEFT_LOOP, Action, Culprit, Diagnosis, Event, Incident, IncidentKind
+from keepstep.core.port_counters import PortTraffic
 from keepstep.core.summary import GroupInfo, PeerTraffic
 from keepstep.report.wording import named
 
@@ -154,6 +155,13 @@ def is_traffic(one: PeerTraffic) -> bool:
     """Whether the numbers are possible: impossible ones, which an agent may send, would break the locators."""
     times = (one.before_s, one.before_busy_s, one.after_s, one.after_busy_s)
     return all(0 <= time_s < math.inf for time_s in times) and min(one.before_bytes, one.after_bytes) >= 0
+
+
+def is_port(one: PortTraffic) -> bool:
+    """Whether a port's numbers are possible."""
+    return all(
+        0 <= counts.seconds < math.inf and min(astuple(counts)[1:]) >= 0 for counts in (one.before, one.after)
+    )
 
 
 def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict", "sharper", ""]:

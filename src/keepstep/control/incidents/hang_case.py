@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.case import Case, Desk, blamed, is_traffic, unlocated
+from keepstep.control.incidents.case import Case, Desk, blamed, is_port, is_traffic, unlocated
 from keepstep.control.incidents.hang_evidence import tempered
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
@@ -295,6 +295,7 @@ class HangCase(Case):
                 states=states,
                 silent_nodes=cluster.silent_nodes(),
                 traffic=traffic,
+                ports=[one for answer in self._answers for one in answer.ports if is_port(one)],
                 probes=self._probes,
                 addresses=cluster.addresses(),
             )

@@ -11,6 +11,7 @@ from statistics import median
 from keepstep.control.incidents.case import (
     Case,
     Desk,
+    is_port,
     is_traffic,
     new_incident,
     noted,
@@ -201,8 +202,9 @@ class SlowCase(Case):
             return
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         blocks = [one for answer in answers for one in answer.blocks if is_block(one)][:_MOST_BLOCKS]
+        ports = [one for answer in answers for one in answer.ports if is_port(one)]
         known = {"before": before, "after": after, "onset_step": onset, "blocks": blocks, "traffic": traffic}
-        self._decide(self._desk.evidence(now_s, **known), unanswered, now_s)
+        self._decide(self._desk.evidence(now_s, ports=ports, **known), unanswered, now_s)
         complete = self.incident is not None and bool(self.incident.culprits) and not unanswered
         self._settled = self._looks >= (1 if complete else _MOST_LOOKS)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from keepstep.core.finding import Finding
+from keepstep.core.port_counters import PortTraffic
 from keepstep.core.summary import (
     BlockSummary,
     ClockSample,
@@ -20,6 +21,8 @@ from keepstep.core.summary import (
     RankState,
 )
 from keepstep.wire.messages.limits import MOST_NOTICES, Line, LoadBytes, Message
+
+Ports = Annotated[tuple[PortTraffic, ...], msgspec.Meta(max_length=64)]
 
 
 class Groups(Message, frozen=True):
@@ -84,6 +87,7 @@ class Profile(Message, frozen=True):
     traffic: tuple[PeerTraffic, ...] = ()  # network traffic around the request's ``onset_step``
     blocks: tuple[BlockSummary, ...] = ()  # blocks of the ranks in the request's ``blocks_of``
     packed: PackedIterations | None = None
+    ports: Ports = ()  # counters of ports around the request's ``onset_step``
 
 
 class States(Message, frozen=True):
@@ -94,6 +98,7 @@ class States(Message, frozen=True):
     states: tuple[RankState, ...]
     clock: tuple[ClockSample, ...] = ()
     traffic: tuple[PeerTraffic, ...] = ()  # network traffic before and after these ranks' latest progress
+    ports: Ports = ()  # counters of ports before and after it
 
 
 class Reachable(Message, frozen=True):

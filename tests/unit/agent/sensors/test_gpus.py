@@ -33,6 +33,10 @@ class Card(ctypes.Structure):
         ("memory_errors", ctypes.c_ulonglong),
         ("replays", ctypes.c_ulonglong),
         ("xid", ctypes.c_ulonglong),
+        ("recoveries", ctypes.c_ulonglong),
+        ("crc_flits", ctypes.c_ulonglong),
+        ("crc_data", ctypes.c_ulonglong),
+        ("inactive", ctypes.c_uint),
     )
 
 
@@ -113,10 +117,15 @@ def test_errors_and_xids_are_logged(gpus: Gpus, cards: Any, caplog: pytest.LogCa
     time.sleep(0.2)  # what was there before the job is not news
     assert not caplog.messages
     cards[0].memory_errors, cards[1].replays, cards[1].xid = 3, 7, 79
-    until(lambda: len(caplog.messages) >= 3)
+    cards[0].recoveries, cards[0].crc_flits, cards[1].crc_data, cards[1].inactive = 1, 9, 5, 1
+    until(lambda: len(caplog.messages) >= 7)
     assert set(caplog.messages) == {
         "GPU 0: 3 more uncorrected memory errors (3)",
+        "GPU 0: 1 more NVLink recoveries (1)",
+        "GPU 0: 9 more NVLink CRC errors in flits (9)",
         "GPU 1: 7 more NVLink replays (7)",
+        "GPU 1: 5 more NVLink CRC errors in data (5)",
+        "GPU 1: 1 more NVLinks inactive (1)",
         "GPU 1: XID 79",
     }
 
