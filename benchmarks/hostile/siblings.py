@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import os
 import pickle
@@ -336,12 +337,15 @@ def table(chance: random.Random, folder: Path) -> Words:
 def ras(chance: random.Random, folder: Path) -> Words:
     kind = chance.random()
     if kind < 0.5:
-        told: Any = ras_answer(size(chance, 3000) + 9)
-        for _ in range(size(chance, 8)):
+        ranks = size(chance, 3000) + 9
+        told: Any = ras_answer(ranks)
+        told["communicators"] *= size(chance, 30_000 // ranks)
+        for _ in range(size(chance, 4)):
             told = changed(chance, told, True)
-        if chance.random() < 0.3 and isinstance(told, dict) and isinstance(told.get("communicators"), list):
-            told["communicators"] *= size(chance, 3000)
-        data = json.dumps(told, indent=chance.choice([None, 2])).encode()
+        pieces = json.JSONEncoder(indent=chance.choice([None, 2])).iterencode(told)
+        data = "".join(
+            itertools.islice(pieces, 2_000_000)
+        ).encode()  # repeated parts within repeated ones are cut
         if chance.random() < 0.3:
             data = data.replace(
                 b",\n" + b" " * 10 + b'"status"', b"\n" + b" " * size(chance, 9999) + b'"status"'

@@ -165,6 +165,25 @@ def blame_links(transfers: Sequence[Transfer], evidence: Evidence, slowdown_s: f
     return replace(found, missing=(f"which pair of {fold_nodes(rest)} is slow: {where}",))
 
 
+def links_by_counters(evidence: Evidence) -> SlowLinks:
+    """The link that counters alone show to be slow, for want of the times of transfers, as on a device's backend."""
+    first = {node: rank for rank, node in sorted(evidence.nodes.items(), reverse=True)}
+    path = slowest_path(evidence.traffic, first)
+    bad = None if path is not None else bad_ports(evidence.ports, first)
+    if path is not None:
+        pair, hub, told, slowdown = (path.source, path.target), "", (str(path),), round(path.drop, 2)
+    elif bad is not None:
+        hub = bad.nodes[0] if len(bad.nodes) == 1 else ""
+        pair = (*bad.nodes, *(node for node in sorted(first) if node != hub))[:2]
+        told, slowdown = bad.evidence, 0.0
+    else:
+        return SlowLinks()
+    link = Link((first[pair[0]], first[pair[1]]), (pair[0], pair[1]))
+    detail = _OWN_PORT.format(hub) if hub else "told by counters: transfers have no times here"
+    culprit = Culprit(None, link, hub, "transfer", slowdown, "medium", "network", detail)
+    return SlowLinks((culprit,), told, summary="a link is slow")
+
+
 def _least_gain_s(slowdown_s: float) -> float:
     """Seconds per iteration that a slow path must cost at least."""
     return max(MIN_SHARE * slowdown_s, 1e-4)

@@ -21,7 +21,13 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._profile import Floats, Ints, Profile, profile
-from keepstep.locate._slow_links import SlowLinks, blame_links, transfers_against_peers, transfers_since
+from keepstep.locate._slow_links import (
+    SlowLinks,
+    blame_links,
+    links_by_counters,
+    transfers_against_peers,
+    transfers_since,
+)
 from keepstep.locate._stages import chains
 from keepstep.locate.infer import InferredLayout, layout_of
 
@@ -119,10 +125,9 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
         nobody = _nobody(growth, links, missing, evidence.causes)
-        culprits = _held_up(evidence, growth)
-        blamed = {culprit.rank for culprit in culprits}
-        victims = tuple(rank for rank in growth.ranks.tolist() if rank not in blamed) if blamed else ()
-        return replace(nobody, culprits=culprits, victims=victims)
+        if all(group.records_waits for group in evidence.groups.values()):
+            return nobody
+        return _by_witnesses(nobody, evidence, growth)
     stages: Mapping[int, int] = {}
     if len(chosen):
         few = before if len(before) else after
@@ -216,14 +221,25 @@ def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
     return np.arange(len(growth.ranks) if explained else 0)
 
 
-def _held_up(evidence: Evidence, growth: _Growth) -> tuple[Culprit, ...]:
-    """The few ranks of which an agent saw a cause that explains the slowdown, where waiting cannot be told from work.
+def _by_witnesses(nobody: Diagnosis, evidence: Evidence, growth: _Growth) -> Diagnosis:
+    """The diagnosis with whom other witnesses name, where waiting cannot be told from work.
 
-    On a device's backend a victim's own time grows as the culprit's does. Where waits are recorded it does not, and a
-    cause on a few ranks does not explain that all have become slower.
+    On a device's backend a victim's own time grows as the culprit's does, and transfers have no times. Where waits are
+    recorded it does not, and a cause on a few ranks does not explain that all have become slower.
     """
-    if all(group.records_waits for group in evidence.groups.values()):
-        return ()
+    culprits = _held_up(evidence, growth)
+    links = SlowLinks() if culprits else links_by_counters(evidence)
+    culprits += links.culprits
+    blamed = {culprit.rank for culprit in culprits}
+    blamed.update(rank for culprit in culprits if culprit.link for rank in culprit.link.ranks)
+    victims = tuple(rank for rank in growth.ranks.tolist() if rank not in blamed) if culprits else ()
+    told = (*nobody.evidence, *links.evidence)
+    summary = links.summary or nobody.summary
+    return replace(nobody, culprits=culprits, victims=victims, evidence=told, summary=summary)
+
+
+def _held_up(evidence: Evidence, growth: _Growth) -> tuple[Culprit, ...]:
+    """The few ranks of which an agent saw a cause that explains the slowdown."""
     known = set(growth.ranks.tolist())
     graver = [
         cause

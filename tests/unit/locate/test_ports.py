@@ -12,7 +12,7 @@ from tests.unit.locate.synthetic_jobs import Conditions, ddp
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.port_counters import PortCounts, PortTraffic
-from keepstep.core.summary import HostCause, LinkState
+from keepstep.core.summary import HostCause, LinkState, PeerTraffic, rank_address
 from keepstep.locate import locate_hang, locate_slow
 from keepstep.locate._ports import bad_ports
 
@@ -134,3 +134,32 @@ def test_a_cause_on_one_rank_names_it_where_waiting_looks_like_work(backend, nam
     everywhere = [replace(cause, rank=rank) for rank in range(4)]
     assert locate_slow(replace(known, causes=everywhere)).culprits == ()
     assert locate_slow(replace(known, causes=[replace(cause, share=0.1)])).culprits == ()
+
+
+@pytest.mark.parametrize("backend", ["cuda:nccl", "gloo"])
+def test_counters_alone_name_the_link_where_transfers_have_no_times(backend: str):
+    """All ranks are slower alike, and no operation tells of it."""
+    job = ddp(8)
+    before, after, _ = job.healthy_then(Conditions())
+    before = [replace(one, self_s=one.duration_s, streams=()) for one in before]
+    after = [
+        replace(one, duration_s=2 * one.duration_s, self_s=2 * one.duration_s, streams=()) for one in after
+    ]
+    groups = {name: replace(info, backend=backend) for name, info in job.infos.items()}
+    known = Evidence(groups, job.nodes, before=before, after=after, ports=ports(n1=LOSSY, n2=LOSSY))
+    sent = [
+        PeerTraffic(
+            *(job.nodes[rank], rank_address(rank), rank_address((rank + 1) % 8)),
+            *(10.0, 10**9, 1.0, 4.0, 4 * 10**8, 4.0 if rank == 7 else 0.4),
+            over="NCCL",
+        )
+        for rank in range(8)
+    ]
+    by_ports, by_rates = locate_slow(known), locate_slow(replace(known, traffic=sent))
+    if backend == "gloo":
+        assert by_ports.culprits == by_rates.culprits == ()
+        return
+    for found, nodes in ((by_ports, {"n1", "n2"}), (by_rates, {"n3", "n0"})):
+        (culprit,) = found.culprits
+        assert (set(link_of(culprit).nodes), culprit.confidence) == (nodes, "medium")
+    assert any("NCCL sends at 8 Gbit/s -> 800 Mbit/s" in line for line in by_rates.evidence)
