@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,9 +31,10 @@ _EVENTS = {
     ),
     "downs": ("counters/link_downed",),
 }  # fmt: skip
+_FILES = _DATA | _EVENTS
 _ACTIVE = 4  # IB_PORT_ACTIVE
 _MOST_PORTS = 64
-_MOST = (1 << 64) - 1  # counts of a port; larger numbers are none
+_MOST = 1 << 48  # that a counter grows between two looks; what is more was reset, or is no count
 _LOOKS = 64
 _COSTS = 200  # a look that takes so long is followed by a pause this many times as long
 
@@ -52,7 +53,7 @@ class PortSensor:
         """``root``: the folder with a folder for each device."""
         self._root, self._every_s = root, every_s
         self._looks: deque[_Look] = deque(maxlen=_LOOKS)
-        self._last: dict[str, tuple[float, dict[str, int]]] = {}
+        self._last: dict[str, tuple[float, dict[str, int | None]]] = {}
         self._up: dict[str, bool] = {}
         self._closed = threading.Event()
 
@@ -71,19 +72,19 @@ class PortSensor:
         begin_s = now_s
         up = dict(self._up)
         for name, folder in self._ports():
-            here = {field: _sum(folder, files) for field, files in (_DATA | _EVENTS).items()}
+            here = {file: _number(folder / file) for files in _FILES.values() for file in files}
             up[name] = _number(folder / "state") in (_ACTIVE, None)
             known = self._last.get(name)
             self._last[name] = now_s, here
             if known is None or now_s <= known[0]:
                 continue
             begin_s = min(begin_s, known[0])
-            # A counter that is smaller than before was reset, or its port came back.
-            grown = {field: max(value - known[1][field], 0) for field, value in here.items()}
+            grown = {
+                field: sum(_growth(known[1].get(file), here[file]) for file in files)
+                for field, files in _FILES.items()
+            }
             grown |= {field: grown[field] * _WORD_BYTES for field in _DATA}
             counts[name] = PortCounts(now_s - known[0], **grown)
-        for name in up.keys() - self._last.keys():
-            del up[name]
         self._up = up
         if counts:
             self._looks.append(_Look(begin_s, now_s, counts))
@@ -91,15 +92,17 @@ class PortSensor:
     def traffic(self, onset_s: float, node: str) -> tuple[PortTraffic, ...]:
         """What each port counted in the samples that ended before ``onset_s``, and in those begun after it.
 
-        Ports that carried nothing and counted nothing are left out.
+        A sample across it counts for neither, but that a link went down in it counts as after. Ports that carried
+        nothing and counted nothing are left out.
         """
         before: dict[str, PortCounts] = {}
         after: dict[str, PortCounts] = {}
         for look in list(self._looks):
-            if look.begin_s < onset_s < look.end_s:
-                continue
-            sums = after if look.begin_s >= onset_s else before
+            across = look.begin_s < onset_s < look.end_s
+            sums = after if across or look.begin_s >= onset_s else before
             for name, counts in look.counts.items():
+                if across:
+                    counts = PortCounts(downs=counts.downs)
                 sums[name] = sums.get(name, PortCounts()).plus(counts)
         nothing = PortCounts()
         found = [
@@ -132,8 +135,10 @@ def _entries(folder: Path) -> list[Path]:
     return []
 
 
-def _sum(folder: Path, files: Iterable[str]) -> int:
-    return sum(_number(folder / file) or 0 for file in files)
+def _growth(before: int | None, now: int | None) -> int:
+    """By how much a counter has grown; 0 where it could not be read, or was reset."""
+    grown = 0 if before is None or now is None else now - before
+    return grown if 0 < grown < _MOST else 0
 
 
 def _number(file: Path) -> int | None:
@@ -145,6 +150,6 @@ def _number(file: Path) -> int | None:
         finally:
             os.close(descriptor)
         word = text.split()[0].rstrip(b":")
-        return min(int(word), _MOST) if word.isdigit() else None
+        return int(word) if word.isdigit() else None
     except (OSError, IndexError):
         return None

@@ -40,6 +40,7 @@ def tree(tmp_path: Path) -> Tree:
 def test_counts_are_told_before_and_after_a_moment(tree: Tree) -> None:
     sensor = PortSensor(tree.root)
     tree.write(port_xmit_data=1000, port_rcv_data=500, out_of_sequence=7, link_downed=3)
+    tree.write(np_cnp_sent=0, rp_cnp_handled=0, packet_seq_err=0, symbol_error=0)
     sensor.look(10.0)
     tree.write(port_xmit_data=3000, port_rcv_data=600)
     sensor.look(11.0)
@@ -69,6 +70,26 @@ def test_a_link_that_goes_down_is_seen_and_so_is_one_that_stays_up(tree: Tree) -
     assert [one.went_down for one in sensor.traffic(2.0, "n0")] == [True, False]
 
 
+def test_a_link_that_goes_down_around_the_moment_counts_as_after_it(tree: Tree) -> None:
+    sensor = PortSensor(tree.root)
+    for now_s, downs in ((1.0, 4), (2.0, 4), (3.0, 5), (4.0, 5)):
+        tree.write(port_xmit_data=round(1e6 * now_s), link_downed=downs)
+        sensor.look(now_s)
+    (one,) = sensor.traffic(2.4, "n0")
+    assert (one.before.downs, one.after.downs, one.after.seconds, one.went_down) == (0, 1, 1.0, True)
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_no_growth(tree: Tree) -> None:
+    sensor = PortSensor(tree.root)
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        tree.write(port_xmit_data=round(now_s), out_of_sequence=90_000, packet_seq_err=10)
+        if now_s == 2.0:
+            (tree.root / "mlx5_0/ports/1/hw_counters/out_of_sequence").write_text("Invalid argument")
+        sensor.look(now_s)
+    (one,) = sensor.traffic(1.0, "n0")
+    assert one.after.retransmitted == 0
+
+
 def test_counters_that_are_reset_count_from_there(tree: Tree) -> None:
     sensor = PortSensor(tree.root)
     tree.write(port_xmit_data=10**9, np_cnp_sent=100)
@@ -82,7 +103,8 @@ def test_counters_that_are_reset_count_from_there(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"N/A (no PMA)\n", b"\xff\xfe", b"-5", b"9" * 60, b"\0" * 64, b"1e9"]
+    "content",
+    [b"", b"N/A (no PMA)\n", b"\xff\xfe", b"-5", b"9" * 60, b"18446744073709551615", b"\0" * 64, b"1e9"],
 )
 def test_files_that_hold_no_count_never_raise(tree: Tree, content: bytes) -> None:
     tree.write(port_xmit_data=0, port_rcv_data=1)
