@@ -3,6 +3,10 @@
     python -m benchmarks.campaign --case slow-1.3x --seeds 20
     python -m benchmarks.campaign --case all --parallel 2
     python -m benchmarks.campaign --case blame --seeds 100-179
+    python -m benchmarks.campaign --backend gloo-as-nccl --case hang-backward
+
+With `--backend gloo-as-nccl` the probe takes the job's Gloo groups for NCCL's (`as_nccl.py`), and the results are those
+of a case of that name: `hang-backward, gloo-as-nccl`.
 
 Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
 was injected. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one are not run
@@ -22,12 +26,15 @@ from typing import Any
 
 from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report
-from benchmarks.campaign.case import Case
+from benchmarks.campaign.case import Case, on_backend
 from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.running import REPLAY, run_case, run_replay
 from benchmarks.campaign.seeds import NAME, convert, kept
 
 NAMES = (*CASES, REPLAY)
+AS_NCCL = "gloo-as-nccl"
+BACKENDS = ("gloo", AS_NCCL)
+ALL_CASES = CASES | {one.name: one for one in (on_backend(case, AS_NCCL) for case in CASES.values())}
 FRESH = 100  # seeds from here on are not looked at while what they test is built
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +56,7 @@ def summarise(report: Report, out: Path, name: str) -> None:
     fresh = [result for result in results if result["seed"] >= FRESH]
     for part, which in ((known, ""), (fresh, f", seeds from {FRESH} on")):
         if part:
-            _summarise_seeds(report, CASES[name], part, which)
+            _summarise_seeds(report, ALL_CASES[name], part, which)
 
 
 def _summarise_seeds(report: Report, case: Case, results: Sequence[Mapping[str, Any]], which: str) -> None:
@@ -93,6 +100,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="may be given several times",
     )
+    text = "gloo-as-nccl: the probe takes Gloo's groups for NCCL's (default: gloo)"
+    add("--backend", choices=BACKENDS, default="gloo", help=text)
     text = "seeds 0 to N-1, or FIRST to LAST (default: as many as the goal asks for)"
     add("--seeds", type=seeds_of, metavar="N|FIRST-LAST", help=text)
     add("--out", type=Path, default=_ROOT / "benchmarks" / "results" / "campaign")
@@ -123,15 +132,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{convert(arguments.convert, arguments.out)} seeds are lines of {arguments.out / NAME}")
         return 0
     wanted = NAMES if "all" in arguments.case else tuple(dict.fromkeys(arguments.case))
+    if arguments.backend == AS_NCCL:
+        wanted = tuple(on_backend(CASES[name], AS_NCCL).name for name in wanted if name in CASES)
     report = Report("campaign", quick=False)
     for name in wanted:
         if not arguments.summary_only:
             if name == REPLAY:
                 run_replay(arguments)
             else:
-                seeds = range(CASES[name].seeds) if arguments.seeds is None else arguments.seeds
-                run_case(CASES[name], seeds, arguments)
-    for name in NAMES if "all" in arguments.case or arguments.summary_only else wanted:
+                case = ALL_CASES[name]
+                run_case(case, range(case.seeds) if arguments.seeds is None else arguments.seeds, arguments)
+    shown = wanted
+    if "all" in arguments.case or arguments.summary_only:
+        shown = [name for name in (*ALL_CASES, REPLAY) if name in NAMES or kept(arguments.out, name)]
+    for name in shown:
         summarise(report, arguments.out, name)
     report.finish(arguments.json or arguments.out / "summary.json")
     return 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.campaign.trial import Outcome, Plan
+from benchmarks.campaign.trial import ROOT, Outcome, Plan
 
 RANKS = 4
 DP2_PP2 = ("--dp", "2", "--pp", "2", "--layers", "2", "--emulate-compute-ms", "20")
@@ -35,6 +35,17 @@ class Case:
     shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
     share: float = 1.0  # of the seeds, that is to pass
     zero: tuple[str, ...] = ()  # figures of ``measured`` that are to be 0 in all seeds together
+
+
+def on_backend(case: Case, backend: str) -> Case:
+    """The case with jobs whose Gloo groups the probe takes for those of NCCL; ``backend`` goes into its name."""
+
+    def plan(seed: int) -> Plan:
+        made = case.plan(seed)
+        arguments = (str(ROOT / made.script), *made.arguments)
+        return replace(made, script="benchmarks/campaign/as_nccl.py", arguments=arguments)
+
+    return replace(case, name=f"{case.name}, {backend}", plan=plan)
 
 
 def drawn(case: str, seed: int) -> random.Random:

@@ -23,6 +23,7 @@ from benchmarks.campaign.case import (
     drawn,
     left_over,
 )
+from benchmarks.campaign.drawn import DRAWN
 from benchmarks.campaign.early import EARLY
 from benchmarks.campaign.hangs import (
     judge_crash,
@@ -392,6 +393,7 @@ CASES: dict[str, Case] = {
         ODD,
         STUCK,
         BLAME,
+        *DRAWN,
         Case("crash", 10, "dead process: <= 0.5 s", plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(
             "slow-link",

@@ -16,10 +16,12 @@ class Notes:
     def __init__(self) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--seed", type=int, required=True)
+        parser.add_argument("--case", default="", help="where a job serves several")
         parser.add_argument("--notes", type=Path, required=True, help="FOLDER for them")
         parser.add_argument("--step-times", required=True, help="FILE with {rank}")
         given = parser.parse_args()
         self.seed: int = given.seed
+        self.case: str = given.case
         self.rank = int(os.environ["RANK"])
         self.first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         self.folder: Path = given.notes

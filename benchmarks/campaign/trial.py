@@ -39,7 +39,7 @@ class Plan:
         None  # rank, step, seconds: stopped there for so long, then it goes on
     )
     timeout_s: float = 150.0
-    end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind
+    end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind, or of one of "KIND or KIND"
     end_after_s: float = 2.0
     end_after_truth_s: float = 0.0  # the job is ended so long after it told its truth; 0: it ends by itself
     kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
@@ -85,8 +85,10 @@ class Live:
         return 0
 
     def incidents(self, kind: str) -> bool:
-        """Whether there is an incident of this kind; who was accused meanwhile is noted."""
-        found = [incident for incident in read_incidents(self.run) if incident.get("kind") == kind]
+        """Whether there is an incident of this kind, or of "KIND or KIND"; who was accused meanwhile is noted."""
+        found = [
+            incident for incident in read_incidents(self.run) if incident.get("kind") in kind.split(" or ")
+        ]
         accused: list[Any] = self.notes.setdefault("accused", [])
         for incident in found:
             if incident["culprits"] and (not accused or accused[-1]["culprits"] != incident["culprits"]):
