@@ -7,15 +7,24 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from keepstep.agent.ranks.event_buffer import Rows
-from keepstep.agent.ranks.host_ring import HostRing, process_groups
-from keepstep.agent.ranks.states import loop_left, main_site, operations_in_flight, python_stack, rank_state
+from keepstep.agent.ranks.host_ring import HostRing, process_groups, save_rings
+from keepstep.agent.ranks.states import (
+    know_device,
+    loop_left,
+    main_site,
+    operations_in_flight,
+    python_stack,
+    rank_state,
+)
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.ranks.watched_ring import WatchedRing
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
+from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.network import NetworkSensors
@@ -23,8 +32,8 @@ from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
 from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
-from keepstep.core.errors import KeepstepError, RingError
-from keepstep.core.own_folders import make_folder, unwritten
+from keepstep.core.errors import RingError
+from keepstep.core.own_folders import unwritten
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
@@ -58,26 +67,6 @@ _STILL_NS = 100_000_000
 _SAVE_AGAIN_NS = 10_000_000_000
 
 
-@dataclass(slots=True)
-class _Ring:
-    """The ring of one rank, and the process that writes it."""
-
-    rank: int
-    path: str
-    track: RankTrack
-    reader: HostRing | None = None
-    header: RingHeader | None = None
-    process: ProcessId | None = None
-    complaint: str = ""
-    next_try_ns: int = 0
-    ended: bool = False  # its process is gone or has closed the ring
-    stopped_since_ns: int = 0  # since when its process has been seen stopped; 0: it was not at the last look
-    next_look_ns: int = 0
-    next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
-    main_site: str = ""  # the line of code of most of its last operations
-    groups: int = 0  # how many of its groups have been sent or need not be
-
-
 class NodeAgent:
     """Watches the ranks of one node. ``poll`` is called 20 times a second, ``heartbeat`` once a second.
 
@@ -100,7 +89,7 @@ class NodeAgent:
         """``workers``: process ids by rank, as far as they are known before the ranks open their rings."""
         self._node, self._node_rank, self._run_dir, self._send = node, node_rank, run_dir, send
         self._rings = [
-            _Ring(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
+            WatchedRing(rank, path, RankTrack(rank, node, rings)) for rank, path in sorted(rings.items())
         ]
         for ring in self._rings:
             ring.process = identify(workers[ring.rank]) if workers and ring.rank in workers else None
@@ -112,6 +101,7 @@ class NodeAgent:
         self._gpus = gpus
         self.network = NetworkSensors(node, links or {}, ports)
         self._activity = ActivitySensor()
+        self._recorder = RecorderSensor(run_dir)
         self._unwatched = UnwatchedSensor()
         self._notices: tuple[str, ...] = ()  # what the operator is told
         self._save_again_ns = 0  # when rings are saved that could not be; 0: none
@@ -141,6 +131,7 @@ class NodeAgent:
         for message in self._holding.poll():
             self._send(message)
         self._activity.look(now_ns * 1e-9, self._suspects(now_ns))
+        self._look_at_devices(now_ns)
         if self._rings and all(ring.track.waiting for ring in self._rings):
             last_ns = max(ring.track.last_progress_ns for ring in self._rings)
             # A sample taken now separates the traffic before the standstill from the traffic during it.
@@ -173,6 +164,18 @@ class NodeAgent:
             and now_ns - ring.track.last_progress_ns > _SUSPECT_NS
             and (not ring.track.waiting or ring.stopped_since_ns)
         }
+
+    def _look_at_devices(self, now_ns: int) -> None:
+        """Ask ranks that stand still for longer than usual what their devices have to finish."""
+        asking = {
+            ring.rank: (ring.process.pid, ring.track.progress)
+            for ring in self._rings
+            if ring.process is not None and not ring.ended and ring.track.asks_device
+        }
+        for rank, (progress, dump) in self._recorder.look(now_ns * 1e-9, asking).items():
+            ring = self._tracks[rank]
+            if ring.reader is not None:
+                know_device(ring.track, progress, dump, ring.reader.streams())
 
     def _processes(self) -> dict[int, ProcessId]:
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
@@ -280,9 +283,17 @@ class NodeAgent:
             if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
         }
         stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
+        devices = {
+            ring.rank: ring.process.pid
+            for ring in self._rings
+            if ring.process is not None and not ring.ended and ring.track.has_device
+        }
+        dumps = await self._recorder.answers(devices)
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
-        states = [self._state(ring, now_ns, stacks.get(ring.rank, "")) for ring in self._rings]
+        states = [
+            self._state(ring, now_ns, stacks.get(ring.rank, ""), dumps.get(ring.rank)) for ring in self._rings
+        ]
         sites = {ring.rank: ring.main_site for ring in self._rings}
         known = [state for state in states if state is not None]
         loops = await asyncio.gather(*(loop_left(state.stack, sites[state.rank]) for state in known))
@@ -303,18 +314,12 @@ class NodeAgent:
 
     def save_rings(self) -> int:
         """Save readable rings to ``RUN/rings`` and link tables to ``RUN/links``; return the number of rings."""
-        folder, saved, self._save_again_ns = self._run_dir / "rings", 0, 0
-        for ring in self._rings:
-            if ring.reader is None or ring.header is None or not ring.header.pid:
-                continue
-            try:
-                make_folder(folder)
-                ring.reader.save(folder / f"rank-{ring.rank:05d}.ring")
-                saved += 1
-            except (RingError, OSError) as error:
-                logger.warning("rank %d: its ring could not be saved: %s", ring.rank, error)
-                if not isinstance(error, KeepstepError):  # such as a full disk
-                    self._save_again_ns = time.monotonic_ns() + _SAVE_AGAIN_NS
+        self._save_again_ns = 0
+        written = [ring for ring in self._rings if ring.header is not None and ring.header.pid]
+        readers = {ring.rank: ring.reader for ring in written if ring.reader is not None}
+        saved, is_late = save_rings(readers, self._run_dir / "rings")
+        if is_late:
+            self._save_again_ns = time.monotonic_ns() + _SAVE_AGAIN_NS
         try:
             self.network.save(self._run_dir / "links")
         except OSError as error:
@@ -327,7 +332,7 @@ class NodeAgent:
         self._pages.close()
         self._log.close()
 
-    def _poll_ring(self, ring: _Ring, now_ns: int) -> bool:
+    def _poll_ring(self, ring: WatchedRing, now_ns: int) -> bool:
         if ring.reader is None:
             if now_ns < ring.next_try_ns:
                 return False
@@ -355,10 +360,11 @@ class NodeAgent:
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
             ring.next_look_ns = now_ns + 2 * _STILL_NS
             self._note_stopped(ring, self._process_state(ring), now_ns)
+            track.know_groups(ring.reader.groups())
         self._look(ring, ring.reader.in_flight, now_ns)
         return len(batch.started) + len(batch.finished) > 0
 
-    def _look(self, ring: _Ring, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
+    def _look(self, ring: WatchedRing, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
         """Check whether a rank makes progress; ``in_flight`` None: its process has not opened the ring yet."""
         if ring.ended or (in_flight is None and ring.process is None) or ring.rank in self._unwatched.reasons:
             return
@@ -381,7 +387,7 @@ class NodeAgent:
             logger.info("rank %d: %s", ring.rank, found)
             self._send(Found(found))
 
-    def _attach(self, ring: _Ring, header: RingHeader) -> None:
+    def _attach(self, ring: WatchedRing, header: RingHeader) -> None:
         """Start afresh for a process that has claimed the ring."""
         if (hung := ring.track.standing.get("hang")) is not None:
             self._send(Found(replace(hung, kind="resumed", time_s=time.monotonic())))
@@ -409,13 +415,13 @@ class NodeAgent:
             self._log.add(iteration, start_unix_s, together)
         self._ended.clear()
 
-    def _complain(self, ring: _Ring, complaint: str, now_ns: int) -> None:
+    def _complain(self, ring: WatchedRing, complaint: str, now_ns: int) -> None:
         ring.reader, ring.next_try_ns = None, now_ns + _REOPEN_NS
         if complaint != ring.complaint:
             ring.complaint = complaint
             logger.warning("rank %d is not watched: %s", ring.rank, complaint)
 
-    def _new_groups(self, ring: _Ring) -> list[Message]:
+    def _new_groups(self, ring: WatchedRing) -> list[Message]:
         """A message with groups of the rank that no other rank of this node has reported, if there are any."""
         fresh = tuple(
             group
@@ -425,13 +431,13 @@ class NodeAgent:
         ring.groups = len(ring.track.groups)
         return [Groups(ring.rank, fresh)] if fresh else []
 
-    def _process_state(self, ring: _Ring) -> str:
+    def _process_state(self, ring: WatchedRing) -> str:
         return state_of(ring.process) if ring.process is not None else ""
 
-    def _note_stopped(self, ring: _Ring, state: str, now_ns: int) -> None:
+    def _note_stopped(self, ring: WatchedRing, state: str, now_ns: int) -> None:
         ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
 
-    def _beat(self, ring: _Ring, now_ns: int) -> RankBeat:
+    def _beat(self, ring: WatchedRing, now_ns: int) -> RankBeat:
         track = ring.track
         state = self._process_state(ring)
         gone = ring.header is not None and state in GONE
@@ -458,7 +464,7 @@ class NodeAgent:
             ring.rank not in self._unwatched.reasons,
         )
 
-    def _state(self, ring: _Ring, now_ns: int, stack: str) -> RankState | None:
+    def _state(self, ring: WatchedRing, now_ns: int, stack: str, dump: Answer) -> RankState | None:
         """The present state of a rank; None if its ring cannot be read, or is not written."""
         if ring.reader is None or ring.rank in self._unwatched.reasons:
             return None
@@ -488,6 +494,7 @@ class NodeAgent:
                 self._activity.stillness(ring.rank),
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
                 calls=calls,
+                dump=dump,
             )
             if ring.track.progress or ring.process is None:
                 return found

@@ -37,6 +37,7 @@ class Groups:
         self._recorder = recorder
         self.known: dict[int, CapturedGroup] = {}  # by ``id()`` of the group
         self._made: Counter[str] = Counter()
+        self._answers = False  # whether the agent can ask what torch's flight recorder holds
 
     def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
         """Write a group to the ring, unless it is there already.
@@ -57,10 +58,22 @@ class Groups:
             ident = writer.group(name, members, backend, str(group.group_desc))
             if (timeout_s := timeout_of(group)) > 0:
                 writer.site(f"{TIMEOUT_NOTE}{timeout_s:g}")
+            if not HOST_BACKENDS.issuperset(backends.values()):
+                self._answer_agent()
         known = self.known
         reference = weakref.ref(group, lambda _: self._gone(key))
         known[key] = made = CapturedGroup(ident, members, backends, reference)
         return made
+
+    def _answer_agent(self) -> None:
+        if not self._answers:
+            self._answers = True
+            from keepstep.capture.flight_recorder import answer_agent
+
+            try:
+                answer_agent()
+            except (OSError, KeyError, RuntimeError) as error:
+                self._recorder.stumbled(error)
 
     def _gone(self, key: int) -> None:
         """Let another group have the place of one that is no more: a job may make more than the ring has places."""

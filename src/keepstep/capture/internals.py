@@ -107,6 +107,20 @@ def timeout_of(group: Any) -> float:
     return 0.0
 
 
+def recorded_calls() -> bytes:
+    """What torch's flight recorder holds, as JSON without stacks; empty where this torch keeps none."""
+    for name in (
+        "_dump_nccl_trace_json",
+        "_dump_fr_trace_json",
+    ):  # Gloo's and other backends' calls are in the latter
+        dump = vars(NATIVE_C10D).get(name)
+        if dump is not None:
+            found: bytes = dump(includeCollectives=True, onlyActive=False)
+            if b'"collective_seq_id"' in found:
+                return found
+    return b""
+
+
 _allreduce: Any = ProcessGroup.allreduce  # torch's own, before the probe replaces it
 
 

@@ -8,6 +8,7 @@ Descriptors are not inherited by programs that either process starts.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -45,19 +46,25 @@ def accept(listener: socket.socket) -> tuple[socket.socket, int] | None:
     return None
 
 
-def connect(address: str, name: str, patience_s: float) -> socket.socket:
+def connect(address: str, name: str, patience_s: float, process: int | None = None) -> socket.socket:
     """A connection whose sends and receives take ``patience_s`` at most. ``name``: of the service, for messages.
 
+    ``process``: the one that has to listen there; another one may, as addresses are shared by containers that share a
+    network.
+
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens there, or another process.
         CheckpointError: the process that listens there belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(patience_s)
         connection.connect(f"\0{address}")
-        if _peer(connection)[1] != os.getuid():
+        found, user = _peer(connection)
+        if user != os.getuid():
             raise CheckpointError(f"the {name} {address} belongs to another user")
+        if process not in (None, found):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"process {found} listens there, not {process}")
     except BaseException:
         connection.close()
         raise

@@ -174,6 +174,22 @@ class Stillness:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceCalls:
+    """What a rank has called on groups of a device, and what of it the device has not finished.
+
+    torch's flight recorder tells that. Collectives are numbered as torch numbers them in their group, messages for each
+    peer and direction, as in the ring.
+    """
+
+    in_flight: tuple[OpInFlight, ...] = ()
+    streams: tuple[StreamProgress, ...] = ()
+    answered: bool = (
+        True  # False: asked, its process said nothing in time, as while something holds its interpreter
+    )
+    is_whole: bool = True  # False: the recorder keeps no messages, as that of Gloo, and the rank has some
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """Where a rank is now: the evidence for hangs. Times on the node's clock."""
 
@@ -199,6 +215,7 @@ class RankState:
     failed: tuple[OpInFlight, ...] = ()  # operations that ended with an error; none ended well after them
     incarnation: int = -1  # incarnation of the rank's process; -1: not known
     left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack
+    device: DeviceCalls | None = None  # None: it has no groups of a device, or its torch cannot tell
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,9 @@ class HangDetector:
     ``stuck`` is the report that still stands, None again as soon as the rank moves (relief). ``overdue_s`` is how
     long a rank that waits for others has stood still, once that is over what is usual for its phase, else 0. This
     is not reported, as the other ranks may be in a pause. When all ranks of a job are overdue, nobody is. ``pauses``
-    holds, by phase and for good, the longest standstill in seconds that the rank has ended by itself.
+    holds, by phase and for good, the longest standstill in seconds that the rank has ended by itself. ``unsure``: the
+    rank stands still for longer than usual, and what is to be said of it hangs on whether it waits for others, which is
+    not known (``unseen``). Until it is, the rank has the patience of one that waits, and is not overdue.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class HangDetector:
         self._steps = 0
         self.stuck: NoProgress | None = None
         self.overdue_s = 0.0
+        self.unsure = False
         self._was_held = False  # whether the job was kept waiting since the last progress
         self._stopped = False  # whether the report that stands is about a stopped process
 
@@ -104,6 +107,7 @@ class HangDetector:
         *,
         step: int,
         waiting: bool = False,
+        unseen: bool = False,
         stopped_s: float = 0.0,
         held: bool = False,
         moved_s: float | None = None,
@@ -113,7 +117,8 @@ class HangDetector:
 
         ``progress``: a count that grows with whatever the rank does (records written, operations ended).
         ``phase``: the phase that it is in. ``step``: its step count, negative before the first. ``waiting``: it
-        is blocked in an operation that others have not entered, so its standstill accuses them, not it.
+        is blocked in an operation that others have not entered, so its standstill accuses them, not it. ``unseen``: it
+        may be, which is not known.
         ``stopped_s``: for how long its process has been seen stopped. ``held``: whoever observes keeps the job
         waiting; such time is neither a standstill nor a gap to learn from. ``moved_s``: when it made its last
         progress, where that is known better than by looking now and then; ``overdue_s`` is counted from it, a
@@ -125,7 +130,7 @@ class HangDetector:
         if held and self.stuck is None:
             self._progress, self._phase, self._was_held = progress, phase, True
             self._since_s = self._seen_s = now_s
-            self.overdue_s = 0.0
+            self.overdue_s, self.unsure = 0.0, False
             return None
         if progress != self._progress:
             since_s = now_s
@@ -135,15 +140,18 @@ class HangDetector:
             self._progress, self._since_s, self._phase, self.stuck = progress, since_s, phase, None
             self._seen_s = now_s
             self._was_held = self._waited = False
-            self.overdue_s = 0.0
+            self.overdue_s, self.unsure = 0.0, False
             return None
-        self._phase, self._waited = phase, waiting
+        self._phase, self._waited = phase, waiting or unseen
         stuck_s = now_s - self._seen_s
         stopped = min(stopped_s, stuck_s) > _FLOOR_S
         waited_s = now_s - self._since_s
-        self.overdue_s = waited_s if waiting and waited_s > self._usual_s(phase) else 0.0
-        limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting)
-        if self._steps < _STEPS_NEEDED and not waiting and still_s > _STILL_LIMIT_S:
+        is_long = waited_s > self._usual_s(phase)
+        self.overdue_s = waited_s if waiting and is_long else 0.0
+        limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting or unseen)
+        never_began = self._steps < _STEPS_NEEDED and not waiting and still_s > _STILL_LIMIT_S
+        self.unsure = unseen and (is_long or never_began)
+        if never_began and not unseen:
             limit_s = min(limit_s, _STILL_LIMIT_S)
         if self.stuck is not None or stuck_s <= limit_s:
             return None

@@ -10,6 +10,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, IncidentKind
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import OpInFlight, RankState
+from keepstep.locate._device_calls import DeviceGroups, device_groups
 from keepstep.locate._paths import Pair, Paths, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
 
@@ -28,6 +29,7 @@ class HangEvidence:
     states: Mapping[int, RankState]  # state by rank, of the ranks that reported
     pending: Sequence[Pending]  # operations that some rank is still in
     paths: Paths  # network paths between nodes, as far as probed or seen in traffic
+    device: DeviceGroups  # what is known of groups of a device, where ends are not recorded
 
     @property
     def nodes(self) -> Mapping[int, str]:
@@ -167,19 +169,20 @@ class Roots:
 
 def arranged(evidence: Evidence) -> HangEvidence:
     """The evidence with the operations that the living ranks are in; dead ones will never enter these."""
-    by_rank = {state.rank: state for state in evidence.states}
+    device = device_groups(evidence.states, evidence.groups)
+    by_rank = {state.rank: state for state in device.states}
     dead = {rank for rank, state in by_rank.items() if not state.alive}
+    living = [state for state in device.states if state.alive]
     pending = [
         replace(
             p,
             absent=(*p.absent, *(r for r in p.unknown if r in dead)),
             unknown=tuple(r for r in p.unknown if r not in dead),
         )
-        for p in pending_operations([state for state in evidence.states if state.alive], evidence.groups)
+        for p in pending_operations(living, evidence.groups, device.mute, device.names)
     ]
-    return HangEvidence(
-        evidence, by_rank, pending, Paths(evidence.probes, evidence.traffic, evidence.addresses)
-    )
+    paths = Paths(evidence.probes, evidence.traffic, evidence.addresses)
+    return HangEvidence(evidence, by_rank, pending, paths, device)
 
 
 def is_of(flight: OpInFlight, p: Pending) -> bool:

@@ -107,6 +107,8 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
         or _is_quiet(known, waiting, nodes)
     ):
         found = _diagnose_software(known, stuck, readers)
+    elif not_seen := [p for p in stuck if _may_not_have_begun(known, p)]:
+        found = _diagnose_not_seen_to_begin(known, not_seen[0])
     else:
         found = _diagnose_untested(known, stuck)
     lines, missing = (*known.paths.lines(pairs), *port_lines(ports, nodes)), found.missing
@@ -183,6 +185,19 @@ def _not_begun(known: HangEvidence, p: Pending) -> list[int]:
     """Ranks whose device has not begun an operation that the devices of all others have."""
     begun = {rank: [one.begun for one in known.states[rank].in_flight if is_of(one, p)] for rank in p.waiting}
     return [rank for rank, its in begun.items() if its == [False]] if [None] not in begun.values() else []
+
+
+def _may_not_have_begun(known: HangEvidence, p: Pending) -> bool:
+    """Whether the device of a rank may be in something before the operation, by what its recorder tells."""
+    if p.group not in known.device.names or known.device.told.isdisjoint(p.waiting):
+        return False
+    return not all(one.begun for one in known.parts_of(p))
+
+
+def _diagnose_not_seen_to_begin(known: HangEvidence, p: Pending) -> Diagnosis:
+    """All have called the operation; whether a device has not come to it yet, or the network is to blame, is open."""
+    missing = (f"whether the devices of all members have begun {p}: one may be in a kernel that never ends",)
+    return known.diagnosis((), set(), p, (_entered(p),), missing)
 
 
 def _diagnose_not_begun(known: HangEvidence, p: Pending, ranks: Sequence[int]) -> Diagnosis:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.core.events import MESSAGES, SET_UP, SYNCHRONISING, Op, ends_of
@@ -59,8 +59,16 @@ _Here = dict[int, tuple[int, float]]  # rank -> (op, since)
 _Flights = dict[int, _Here]  # seq -> who is in it
 
 
-def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> list[Pending]:
-    """All operations in flight, the one with most waiting ranks first. Linear in ranks and operations."""
+def pending_operations(
+    states: Sequence[RankState],
+    groups: Mapping[str, GroupInfo],
+    mute: Collection[int] = (),
+    mute_in: Collection[str] = (),
+) -> list[Pending]:
+    """All operations in flight, the one with most waiting ranks first. Linear in ranks and operations.
+
+    ``mute``: ranks of which it is not known what they have entered in the groups ``mute_in``.
+    """
     by_rank = {state.rank: state for state in states}
     flights: dict[_Stream, _Flights] = {}
     waits: set[tuple[_Stream, int]] = set()
@@ -83,7 +91,8 @@ def pending_operations(states: Sequence[RankState], groups: Mapping[str, GroupIn
         for seq in sorted(by_seq)[:_PER_GROUP]:
             here, seen = by_seq[seq], (key, seq) in waits
             if key[1] == 0:
-                found.append(_collective(key[0], seq, here, seen, by_rank, groups, progress[key[0]]))
+                silent = mute if key[0] in mute_in else ()
+                found.append(_collective(key[0], seq, here, seen, by_rank, groups, progress[key[0]], silent))
             elif (message := _message(key, seq, here, seen, by_rank)) is not None:
                 found.append(message)
     return sorted(found, key=lambda p: (-len(p.waiting), p.group, p.seq, p.source, p.target))
@@ -97,12 +106,14 @@ def _collective(
     by_rank: Mapping[int, RankState],
     groups: Mapping[str, GroupInfo],
     progress: Mapping[int, StreamProgress],
+    silent: Collection[int],
 ) -> Pending:
     """A collective that the ranks ``here`` are in (rank -> operation and since when)."""
     members = groups[group].members if group in groups else tuple(sorted(progress.keys() | here.keys()))
     started = {rank: stream.started for rank, stream in progress.items()}
-    absent = tuple(m for m in members if m in by_rank and m not in here and started.get(m, 0) < seq)
-    unknown = tuple(m for m in members if m not in by_rank)
+    told = by_rank.keys() - set(silent) if silent else by_rank.keys()
+    absent = tuple(m for m in members if m in told and m not in here and started.get(m, 0) < seq)
+    unknown = tuple(m for m in members if m not in told)
     through = sum(m not in here and m in progress and progress[m].completed >= seq for m in members)
     ops = {op for op, _ in here.values()}
     if through and ops <= SYNCHRONISING:

@@ -205,6 +205,43 @@ def _diagnose_gone(known: HangEvidence, gone: Sequence[int]) -> Diagnosis:
     return known.diagnosis(culprits, set(gone), first, known.progress_lines(order))
 
 
+def _diagnose_still(known: HangEvidence) -> Diagnosis | None:
+    """The few ranks that do nothing while threads of all others spin; None where it is not so.
+
+    Who waits on a device spins: a thread of NCCL's, or the one that waits for the device. Who hangs asleep on the host
+    has nothing on its device, and nothing of it moves.
+    """
+    living = [state for state in known.states.values() if state.alive]
+    members = {rank for name in known.device.names for rank in known.given.groups[name].members}
+    still = [state.rank for state in living if state.stillness is not None and state.stillness.how == "still"]
+    others = [state for state in living if state.rank not in still]
+    spin = all(one.stillness is not None and one.stillness.how in ("moves", "spins") for one in others)
+    if known.silent or not 0 < len(still) <= min(FEW, (len(living) - 1) // 2) or not spin:
+        return None
+    if not members.issuperset(state.rank for state in living):
+        return None
+    told = f"nothing of {ranks_of(still)} moves; threads of all others spin, as they do while a device waits"
+    missing = ("what the ranks' devices have not finished: torch's flight recorder does not tell",)
+    culprits = tuple(known.culprit(rank, None, "low") for rank in still)
+    return known.diagnosis(culprits, set(still), None, (told, *known.progress_lines(still)), missing)
+
+
+def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
+    """All others wait for ranks whose processes do not say what they have called on their devices."""
+    mute = sorted({rank for one in known.pending for rank in one.unknown} & known.device.mute)
+    if len(mute) > min(FEW, len(known.states) // 2):
+        missing = (f"what ranks {fold_ranks(mute)} have called on their devices: they do not tell",)
+        return known.diagnosis((), set(), p, (), missing)
+    culprits: list[Culprit] = []
+    for rank in mute:
+        device = known.states[rank].device
+        is_held = device is not None and not device.answered
+        told = "its process does not answer: something holds its interpreter" if is_held else "does not tell"
+        culprit = known.culprit(rank, p, "medium" if is_held and len(mute) == 1 else "low")
+        culprits.append(replace(culprit, detail="; ".join(filter(None, (told, culprit.detail)))))
+    return known.diagnosis(tuple(culprits), set(mute), p, known.progress_lines(mute))
+
+
 def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
     """Every rank that others wait for waits itself: a stuck transfer, a silent rank or a circle of waits."""
     stuck = [p for p in known.pending if p.entered_by_all and p.through == 0]
@@ -213,8 +250,11 @@ def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
         return diagnose_transfer(known, certain)
     for p in known.pending:
         if p.unknown:
-            circle = ranks_in_a_circle(known)
-            return diagnose_circle(known, circle) if circle else diagnose_silent(known, p)
+            if circle := ranks_in_a_circle(known):
+                return diagnose_circle(known, circle)
+            if known.device.mute.issuperset(p.unknown):
+                return _diagnose_mute(known, p)
+            return diagnose_silent(known, p)
     stuck += [p for p in known.pending if p.entered_by_all and p.through and known.paths.bad(known.pairs(p))]
     if stuck:
         return diagnose_transfer(known, stuck)
@@ -228,6 +268,8 @@ def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
         return known.diagnosis(culprits, set(ranks), unfinished[0], (told,))
     if roots.blocked:
         return diagnose_circle(known, sorted(roots.blocked))
+    if (still := _diagnose_still(known)) is not None:
+        return still
     phases = sorted({phase_title(state.phase) for state in known.states.values()})
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)

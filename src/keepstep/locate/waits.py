@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.iteration_table import table_of
+from keepstep.locate._device_calls import device_groups
 
 
 def waits_recorded(evidence: Evidence) -> bool:
@@ -21,20 +22,29 @@ def waits_recorded(evidence: Evidence) -> bool:
 
 
 def waits_seen(evidence: Evidence) -> bool:
-    """Whether a rank is in an operation now whose end would be recorded: it waits for somebody."""
+    """Whether a rank is known to be in an operation now that has not ended: it waits for somebody, or its device does.
+
+    What the ring has in flight on a group of a device is a call that has not returned, and may not wait for anybody.
+    """
+    device = device_groups(evidence.states, evidence.groups)
     return any(
-        (group := evidence.groups.get(flight.group)) is None or group.records_waits
-        for state in evidence.states
+        flight.group not in device.names or flight not in given.in_flight
+        for given, state in zip(evidence.states, device.states, strict=True)
         if state.alive
         for flight in state.in_flight
     )
 
 
 def hidden_waits(evidence: Evidence) -> frozenset[int]:
-    """The ranks that may themselves wait for others unseen: they have begun operations whose ends are not recorded."""
-    unseen = {name for name, group in evidence.groups.items() if not group.records_waits}
-    return frozenset(
+    """The ranks that may themselves wait for others unseen.
+
+    They have begun operations whose ends are not recorded, and of which torch's flight recorder does not tell, either.
+    """
+    device = device_groups(evidence.states, evidence.groups)
+    begun = {
         state.rank
         for state in evidence.states
-        if unseen and any(stream.started > 0 and stream.group in unseen for stream in state.streams)
-    )
+        if any(stream.started > 0 and stream.group in device.names for stream in state.streams)
+    }
+    told = {state.rank for state in evidence.states if state.device is not None and state.device.is_whole}
+    return frozenset(begun - (told & device.told)) | device.mute

@@ -133,6 +133,25 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
     return Dumps(_states(told, groups), groups, world, tuple(missing), listed, inferred)
 
 
+def parse_dump(data: bytes, rank: int) -> Dump:
+    """What a dump in JSON says, of this rank.
+
+    Raises:
+        TraceError: it is none, is damaged, or goes beyond the bounds of what is read.
+    """
+    return _parse(read_json(data), rank)
+
+
+def state_of(dump: Dump, rank: int) -> RankState:
+    """How far the rank is by its own dump. Without the other ranks' dumps its messages have numbers of its own."""
+    return _states({rank: dump}, dump.groups)[0]
+
+
+def torchs_name(group: GroupInfo) -> str:
+    """The name that torch has given to a group of a dump; a dump's groups have their description in their names."""
+    return group.name.removesuffix(f" ({group.desc})")
+
+
 def _two_of_one_rank(rank: int, one: Path, other: Path) -> str:
     """What to do about two different dumps of a rank."""
     if one.parent == other.parent:

@@ -294,3 +294,36 @@ def test_a_process_that_does_nothing_is_missed_early_in_the_start_up(
             if found is not None and first_s is None:
                 first_s = found.stuck_s
         assert first_s == pytest.approx(reported_s, abs=0.2)
+
+
+def test_who_may_wait_unseen_has_the_patience_of_one_that_waits_until_that_is_known() -> None:
+    rank = trained()
+    observe, began_s = rank.detector.observe, rank.now_s
+
+    def look(seconds: float, *, unseen: bool = False, waiting: bool = False) -> NoProgress | None:
+        now_s, phase = began_s + seconds, Phase.BACKWARD
+        return observe(now_s, rank.progress + 1, phase, step=rank.step, unseen=unseen, waiting=waiting)
+
+    assert look(0.0, unseen=True) is None
+    assert look(0.5, unseen=True) is None
+    assert not rank.detector.unsure
+    assert look(6.0, unseen=True) is None  # others may be writing a checkpoint
+    assert rank.detector.unsure
+    assert rank.detector.overdue_s == 0
+    assert look(6.1, waiting=True) is None
+    assert rank.detector.overdue_s > 0
+    assert not rank.detector.unsure
+    found = look(6.2)
+    assert found is not None
+    assert found.limit_s < 2
+
+
+def test_who_may_wait_unseen_for_ever_is_reported_in_the_end() -> None:
+    rank = trained()
+    observe = rank.detector.observe
+    reports = [
+        observe(rank.now_s + second, rank.progress + 1, Phase.BACKWARD, step=rank.step, unseen=True)
+        for second in range(40)
+    ]
+    (report,) = [one for one in reports if one is not None]
+    assert report.limit_s == 30

@@ -7,13 +7,19 @@ transfer ends. Taken for transfers they would spoil clocks, streams and waits. S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from keepstep.agent.ranks.last_calls import LastCalls, last_calls
+from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.events import SET_UP, Flag
+from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import RETIRED, Batch, RingReader
+
+logger = logging.getLogger("keepstep.agent")
 
 # Backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl".
 BACKEND = "nccl"
@@ -54,6 +60,20 @@ def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
         for group in groups
         if group.backend != BACKEND and group.name != SET_UP and group is not RETIRED
     ]
+
+
+def save_rings(readers: Mapping[int, HostRing], folder: Path) -> tuple[int, bool]:
+    """Save these rings, by rank; return how many were saved, and whether one may be later, as after a full disk."""
+    saved, is_late = 0, False
+    for rank, reader in readers.items():
+        try:
+            make_folder(folder)
+            reader.save(folder / f"rank-{rank:05d}.ring")
+            saved += 1
+        except (RingError, OSError) as error:  # noqa: PERF203  the others are saved all the same
+            logger.warning("rank %d: its ring could not be saved: %s", rank, error)
+            is_late = is_late or not isinstance(error, KeepstepError)
+    return saved, is_late
 
 
 def _judged(rows: Any) -> Any:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
+from keepstep.agent.ranks.device_calls import device_calls
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.last_calls import LastCalls
 from keepstep.agent.ranks.left_loop import left_loop
 from keepstep.agent.ranks.track import USUAL, RankTrack
 from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import TIMEOUT_NOTE, Kind, element_of, reduction_of
-from keepstep.core.summary import GroupInfo, LinkState, OpInFlight, RankState, Stillness, StreamProgress
+from keepstep.core.summary import (
+    DeviceCalls,
+    GroupInfo,
+    LinkState,
+    OpInFlight,
+    RankState,
+    Stillness,
+    StreamProgress,
+)
 from keepstep.core.within import within
 from keepstep.ring import RETIRED
+from keepstep.traces.dump_sets import Dump
 
 _MOST_IN_FLIGHT = 256
 _SITE_CHARACTERS = 200
@@ -97,16 +109,18 @@ def rank_state(
     stillness: Stillness | None = None,
     calls: LastCalls = _NO_CALLS,
     incarnation: int = -1,
+    dump: Dump | Literal["mute"] | None = None,
 ) -> RankState:
     """The state of one rank.
 
     ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
-    ``calls``: its last collectives.
+    ``calls``: its last collectives. ``dump``: what torch's flight recorder holds in its process; "mute": that did not
+    answer.
     """
     phase, since_ns = track.phase()
     if track.failed is not None:
         in_flight = in_flight[~np.isin(in_flight["ticket"], track.failed["ticket"])]
-    table = streams[["group", "op", "peer", "started", "completed"]].tolist()
+    progress = _progress(track, streams, calls)
     return RankState(
         rank=track.rank,
         alive=process_state not in ("", "Z", "X"),
@@ -117,17 +131,7 @@ def rank_state(
         last_progress_s=track.last_progress_ns * 1e-9,
         now_s=now_ns * 1e-9,
         in_flight=_located(track, in_flight, sites, calls),
-        streams=tuple(
-            StreamProgress(
-                _name(track.groups, group),
-                op,
-                peer,
-                started,
-                completed,
-                calls.ended.get(group, ()) if peer < 0 else (),
-            )
-            for group, op, peer, started, completed in table
-        ),
+        streams=progress,
         process_state=process_state,
         stack=stack,
         microbatch=track.cutter.microbatch(),
@@ -139,7 +143,34 @@ def rank_state(
         pause_s=track.watch.hang.longest_pause_s,
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
+        device=DeviceCalls(answered=False) if dump == "mute" else _device(track, progress, dump),
     )
+
+
+def know_device(track: RankTrack, progress: int, dump: Dump, streams: Rows) -> None:
+    """Tell a track what the flight recorder of its process held when it had made this progress."""
+    track.know_device(progress, _device(track, _progress(track, streams, _NO_CALLS), dump))
+
+
+def _progress(track: RankTrack, streams: Rows, calls: LastCalls) -> tuple[StreamProgress, ...]:
+    table = streams[["group", "op", "peer", "started", "completed"]].tolist()
+    return tuple(
+        StreamProgress(
+            _name(track.groups, group),
+            op,
+            peer,
+            started,
+            completed,
+            calls.ended.get(group, ()) if peer < 0 else (),
+        )
+        for group, op, peer, started, completed in table
+    )
+
+
+def _device(track: RankTrack, streams: Sequence[StreamProgress], dump: Dump | None) -> DeviceCalls | None:
+    # The recorder's times are those of the clock on the wall.
+    ago_s = time.time() - time.monotonic()
+    return None if dump is None else device_calls(dump, track.rank, track.groups, streams, ago_s)
 
 
 def _shortest_timeout_s(sites: Sequence[str]) -> float:

@@ -10,13 +10,14 @@ import numpy as np
 
 from keepstep.agent.ranks.clocks import ClockSampler
 from keepstep.agent.ranks.cut import Cut
+from keepstep.agent.ranks.device_calls import has_device_groups
 from keepstep.agent.ranks.event_buffer import Rows, joined
 from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Flag, Kind, Phase
 from keepstep.core.finding import Finding
-from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary
+from keepstep.core.summary import BlockSummary, DeviceCalls, GroupInfo, IterationSummary
 
 HISTORY = 256
 _CUTS = 24
@@ -78,6 +79,10 @@ class RankTrack:
         self._caught_up = False
         self._progress_then = 0
         self.waiting = False
+        self._has_device = self._unseen = False  # it has groups of a device; whether it waits is not known
+        self._device_waits: tuple[int, bool] | None = (
+            None  # at which progress its device was known to wait or not
+        )
         self._next_search_ns = 0
 
     def phase(self) -> tuple[int, int]:
@@ -102,9 +107,7 @@ class RankTrack:
             if len(started):
                 self.thread = int(started["thread"][-1])
                 if int(started["group"].max()) >= len(self.groups):
-                    self.groups = list(groups())
-                    self._names = {number: group.name for number, group in enumerate(self.groups)}
-                    self.clock.know(self.groups)
+                    self.know_groups(groups())
             if len(finished):
                 self.clock.take(finished)
                 self._learn_phases(finished)
@@ -123,6 +126,30 @@ class RankTrack:
             self._caught_up = True
             taken.findings = list(self.standing.values())
         return taken
+
+    def know_groups(self, groups: Sequence[GroupInfo]) -> None:
+        """Take the process groups of its ring."""
+        if len(groups) > len(self.groups):
+            self.groups = list(groups)
+            self._names = {number: group.name for number, group in enumerate(self.groups)}
+            self.clock.know(self.groups)
+            self._has_device = has_device_groups(self.groups)
+
+    @property
+    def has_device(self) -> bool:
+        """Whether it has groups of a device, on which it may wait unseen."""
+        return self._has_device
+
+    @property
+    def asks_device(self) -> bool:
+        """Whether it stands still for longer than usual and it matters whether its device has calls to finish."""
+        hang = self.watch.hang
+        return self._has_device and (hang.unsure or hang.overdue_s > 0)
+
+    def know_device(self, progress: int, calls: DeviceCalls | None) -> None:
+        """Take what its device had to finish when the rank had made this progress; None: that is not known."""
+        if calls is not None and (calls.in_flight or calls.is_whole):
+            self._device_waits, self._next_search_ns = (progress, bool(calls.in_flight)), 0
 
     def iterations(self, first_step: int, last_step: int) -> list[IterationSummary]:
         """The iterations from ``first_step`` to ``last_step``, of the last 256, of which no record was lost."""
@@ -168,7 +195,15 @@ class RankTrack:
         if moved or now_ns >= self._next_search_ns:
             # A rank that winds up after its operation failed has waited for others until then.
             gave_up = self.failed is not None and self.waiting
-            self.waiting = not moved and in_flight is not None and (gave_up or blocked(in_flight()))
+            known = (
+                self._device_waits if self._device_waits and self._device_waits[0] == self.progress else None
+            )
+            self.waiting = (
+                not moved
+                and in_flight is not None
+                and (gave_up or (known is not None and known[1]) or blocked(in_flight()))
+            )
+            self._unseen = self._has_device and known is None and in_flight is not None and not self.waiting
             self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()
         found = self.watch.progress(
@@ -181,6 +216,7 @@ class RankTrack:
             held,
             self.last_progress_ns * 1e-9 if self.progress else None,
             still_ns * 1e-9,
+            unseen=self._unseen,
         )
         if found is not None:
             self._note([found])

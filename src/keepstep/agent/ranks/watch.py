@@ -102,12 +102,14 @@ class RankWatch:
         held: bool = False,
         moved_s: float | None = None,
         still_s: float = 0.0,
+        *,
+        unseen: bool = False,
     ) -> Finding | None:
         """Take the rank's progress at ``now_s``: the number of records that have begun or ended so far.
 
         ``waiting``: the rank is blocked in an operation. ``stopped_s``: for how long its process has been stopped.
         ``held``: a hold is in force. ``moved_s``: when its last record began or ended. ``still_s``: for how long its
-        process has done nothing at all.
+        process has done nothing at all. ``unseen``: whether it is blocked in an operation is not known.
         """
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
@@ -119,6 +121,7 @@ class RankWatch:
             Phase(phase),
             step=step,
             waiting=waiting,
+            unseen=unseen,
             stopped_s=stopped_s,
             held=held,
             moved_s=moved_s,

@@ -1,0 +1,82 @@
+"""What a rank's device has not finished, by torch's flight recorder, under the names and numbers of the rank's ring."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keepstep.core.events import MESSAGES
+from keepstep.core.summary import DeviceCalls, GroupInfo, OpInFlight, StreamProgress
+from keepstep.traces.dump_sets import Dump
+from keepstep.traces.flight_recorder import state_of, torchs_name
+
+_MOST_IN_FLIGHT = 64
+_ENDED = 8  # calls of a group that are told
+_GROUPS = 16  # groups of which calls are told
+
+
+def has_device_groups(groups: Sequence[GroupInfo]) -> bool:
+    """Whether a rank may wait for others unseen, on a group of a device."""
+    return any(not group.records_waits for group in groups)
+
+
+def device_calls(
+    dump: Dump, rank: int, groups: Sequence[GroupInfo], streams: Sequence[StreamProgress], ago_s: float
+) -> DeviceCalls | None:
+    """The calls on groups of a device; None where the dump has none of them, or does not tell which group is which.
+
+    Args:
+        dump: what the flight recorder of the rank's process holds.
+        groups: the process groups of its ring.
+        streams: how far it is by its ring, which numbers messages as both ends do.
+        ago_s: add this to a time on the node's clock to get the clock of the dump.
+    """
+    of_device = {group.name for group in groups if not group.records_waits}
+    if any("#" in name for name in of_device):
+        return None  # torch has given a name again: entries of the former group are among those of this one
+    named = {label: torchs_name(group) for label, group in dump.groups.items()}
+    names = {label: name for label, name in named.items() if name in of_device}
+    own = replace(dump, entries=[one for one in dump.entries if one.group in names])
+    own = replace(own, counts={group: pair for group, pair in dump.counts.items() if group in names})
+    if not own.counts and not own.entries:
+        return None
+    found = state_of(own, rank)
+    collectives = [
+        replace(one, group=names[one.group], ended=one.ended[-_ENDED:])
+        for one in found.streams
+        if one.peer < 0
+    ]
+    # Only the oldest call that is not done: a device works in order.
+    flights = [
+        replace(one, group=names[one.group], since_s=one.since_s - ago_s)
+        for one in found.in_flight
+        if one.peer < 0
+    ]
+    inside = {(names[one.group], one.op, one.peer): one.since_s - ago_s for one in found.in_flight}
+    messages = _messages(own, names, streams)
+    flights += [
+        OpInFlight(one.group, one.op, one.peer, one.started, inside[key])
+        for one in messages
+        if (key := (one.group, one.op, one.peer)) in inside
+    ]
+    sent = sum(one.op in MESSAGES and one.group in of_device and one.started > 0 for one in streams)
+    is_whole = len(messages) == sent
+    return DeviceCalls(
+        tuple(flights[:_MOST_IN_FLIGHT]), (*collectives[:_GROUPS], *messages), is_whole=is_whole
+    )
+
+
+def _messages(dump: Dump, names: dict[str, str], streams: Sequence[StreamProgress]) -> list[StreamProgress]:
+    """How far the rank is in its messages, by the ring's numbers; without those that the dump does not hold."""
+    calls = [
+        (names[one.group], int(one.op), one.peer, one.done) for one in dump.entries if one.op in MESSAGES
+    ]
+    told, undone = {call[:3] for call in calls}, Counter(call[:3] for call in calls if not call[3])
+    found: list[StreamProgress] = []
+    for one in streams:
+        key = one.group, one.op, one.peer
+        if key in told:
+            completed = max(one.started - undone[key], 0)
+            found.append(replace(one, started=min(one.started, completed + 1), completed=completed))
+    return found

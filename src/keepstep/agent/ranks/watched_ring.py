@@ -1,0 +1,30 @@
+"""The ring of one rank as its agent knows it, with the process that writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.agent.ranks.host_ring import HostRing
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.sensors.processes import ProcessId
+from keepstep.ring import RingHeader
+
+
+@dataclass(slots=True)
+class WatchedRing:
+    """The ring of one rank, and the process that writes it."""
+
+    rank: int
+    path: str
+    track: RankTrack
+    reader: HostRing | None = None
+    header: RingHeader | None = None
+    process: ProcessId | None = None
+    complaint: str = ""
+    next_try_ns: int = 0
+    ended: bool = False  # its process is gone or has closed the ring
+    stopped_since_ns: int = 0  # since when its process has been seen stopped; 0: it was not at the last look
+    next_look_ns: int = 0
+    next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
+    main_site: str = ""  # the line of code of most of its last operations
+    groups: int = 0  # how many of its groups have been sent or need not be

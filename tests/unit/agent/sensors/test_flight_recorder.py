@@ -1,0 +1,97 @@
+"""A process is asked what torch's flight recorder holds, also while its training thread hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.agent.sensors.flight_recorder import RecorderSensor, ask
+from keepstep.core.events import Op
+from keepstep.core.flight_recorder import address_of
+from keepstep.core.local_socket import listen
+from keepstep.traces.dump_sets import Dump
+
+SCRIPT = """\
+import ctypes, sys, torch, torch.distributed as dist
+from keepstep.capture.flight_recorder import answer_agent
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(8))
+answer_agent()
+print("ready", flush=True)
+sys.stdin.readline()
+print("held", flush=True)
+ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock
+"""
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    run_dir = tmp_path_factory.mktemp("run")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "KEEPSTEP_RUN_DIR": str(run_dir), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield run_dir, process
+        process.kill()
+
+
+def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
+    rank: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    run_dir, process = rank
+    assert ask(run_dir / "another", process.pid, 0) is None
+    found = ask(run_dir, process.pid, 0)
+    assert isinstance(found, Dump)
+    (call,) = found.entries
+    assert (call.op, call.seq, call.done, call.content.bytes) == (Op.ALLREDUCE, 1, True, 32)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "held\n"
+    assert ask(run_dir, process.pid, 0) == "mute"
+
+
+def test_another_process_at_the_address_is_not_asked(tmp_path: Path) -> None:
+    """Containers that share a network share the addresses, too, and may have the same numbers of processes."""
+    with listen(address_of(str(tmp_path), 1)):
+        assert ask(tmp_path, 1, 0) is None
+
+
+def test_a_rank_is_asked_once_a_second_and_never_waited_for(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    go_on, done = threading.Event(), threading.Event()
+    dump = Dump({}, {}, [])
+
+    def slowly(run_dir: Path, process: int, number: int) -> Dump:
+        asked.append((process, number))
+        go_on.wait(10)
+        threading.Timer(0.05, done.set).start()
+        return dump
+
+    sensor = RecorderSensor(tmp_path, slowly)
+    assert sensor.look(10.0, {3: (77, 5)}) == {}
+    assert sensor.look(13.0, {3: (77, 6)}) == {}  # the first question is not answered yet
+    go_on.set()
+    assert done.wait(10)
+    assert sensor.look(13.1, {}) == {3: (5, dump)}
+    assert sensor.look(13.2, {}) == {}
+    assert asked == [(77, 3)]
+    done.clear()
+    assert sensor.look(13.3, {3: (77, 6)}) == {}
+    assert done.wait(10)
+    assert sensor.look(13.4, {3: (77, 6)}) == {3: (6, dump)}
+    assert sensor.look(13.5, {3: (77, 6)}) == {}
+    assert asked == [(77, 3)] * 2

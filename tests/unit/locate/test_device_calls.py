@@ -1,0 +1,207 @@
+"""Hangs on groups of a device: what is not finished, by torch's flight recorder or by the ranks' own counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.core.events import Op, Phase
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Diagnosis
+from keepstep.core.summary import (
+    DeviceCalls,
+    GroupInfo,
+    How,
+    OpEnded,
+    OpInFlight,
+    RankState,
+    Stillness,
+    StreamProgress,
+)
+from keepstep.locate import hidden_waits, locate_hang, waits_seen
+from keepstep.locate._device_calls import device_groups
+
+ALLREDUCE, SEND, RECV = int(Op.ALLREDUCE), int(Op.SEND), int(Op.RECV)
+
+
+def state(rank: int, *streams: StreamProgress, device: DeviceCalls | None = None) -> RankState:
+    return RankState(rank, True, 20, Phase.BACKWARD, 90.0, 400, 90.0, 95.0, (), streams, "S", device=device)
+
+
+def called(count: int, group: str = "0", *, ended: tuple[OpEnded, ...] = ()) -> StreamProgress:
+    """By its own count a rank has called that many collectives; on a device all of them have ended for the host."""
+    return StreamProgress(group, ALLREDUCE, -1, count, count, ended)
+
+
+def told(
+    completed: int, entered: int, nbytes: int = 4096, *, begun: bool | None = None, group: str = "0"
+) -> DeviceCalls:
+    """What a flight recorder tells: the device has completed some and is in the next, or in none."""
+    flight = OpInFlight(group, ALLREDUCE, -1, entered, 80.0, bytes=nbytes, element="float32", begun=begun)
+    flights = (flight,) if entered > completed else ()
+    return DeviceCalls(flights, (StreamProgress(group, ALLREDUCE, -1, entered, completed),))
+
+
+def judged(*states: RankState, groups: tuple[str, ...] = ("0",)) -> Diagnosis:
+    ranks = tuple(one.rank for one in states)
+    known = {name: GroupInfo(name, ranks, "cuda:nccl") for name in groups}
+    return locate_hang(Evidence(known, dict.fromkeys(ranks, "n"), states=states))
+
+
+def named(found: Diagnosis) -> list[tuple[int | None, str, str]]:
+    return [(one.rank, one.stage, one.confidence) for one in found.culprits]
+
+
+def test_who_has_finished_all_it_called_while_others_wait_hangs_on_the_host():
+    states = [state(rank, device=told(63, 63 if rank == 1 else 64)) for rank in range(4)]
+    found = judged(*states)
+    assert found.kind == "hang"
+    assert named(found) == [(1, "backward", "high")]
+    assert found.victims == (0, 2, 3)
+
+
+def test_who_called_less_is_named_by_the_ranks_own_counts():
+    found = judged(*(state(rank, called(63 if rank == 1 else 66)) for rank in range(4)))
+    assert named(found) == [(1, "backward", "high")]
+    assert "seq 64" in found.summary
+
+
+def test_a_rank_that_skipped_runs_ahead_and_is_odd_by_what_it_calls():
+    """Rank 1 has left out call 64: it is the only one with another size there, and has called more than the others."""
+    states = [
+        state(rank, called(81 if rank == 1 else 67), device=told(63, 64, 512 if rank == 1 else 4096))
+        for rank in range(4)
+    ]
+    found = judged(*states)
+    assert found.kind == "desync"
+    assert named(found) == [(1, "backward", "high")]
+
+
+def test_of_two_ranks_that_call_differently_nobody_is_odd_for_sure():
+    found = judged(state(0, device=told(63, 64)), state(1, device=told(63, 64, 512)))
+    assert found.kind == "desync"
+    assert all(confidence == "low" for _, _, confidence in named(found))
+
+
+def test_a_device_that_has_not_begun_what_the_others_have_stands_still():
+    states = [state(rank, device=told(63, 64, begun=rank != 1)) for rank in range(4)]
+    (culprit,) = judged(*states).culprits
+    assert (culprit.rank, culprit.cause, culprit.stage) == (1, "its GPU stands still", "transfer")
+
+
+def test_all_alike_is_the_network_only_where_all_devices_have_begun():
+    unknown = judged(*(state(rank, device=told(63, 64)) for rank in range(2)))
+    assert not unknown.culprits
+    assert "have begun" in unknown.missing[0]
+    (culprit,) = judged(*(state(rank, device=told(63, 64, begun=True)) for rank in range(2))).culprits
+    assert culprit.link is not None
+    assert culprit.link.ranks == (0, 1)
+
+
+def test_messages_are_counted_for_each_sender_and_receiver():
+    """Rank 1 owes rank 2 its fifth message; what it has from rank 0 is complete."""
+    states = [
+        state(0, StreamProgress("0", SEND, 1, 5, 5), StreamProgress("0", RECV, 1, 5, 5)),
+        state(
+            1,
+            StreamProgress("0", RECV, 0, 5, 5),
+            StreamProgress("0", SEND, 0, 4, 4),
+            StreamProgress("0", SEND, 2, 4, 4),
+        ),
+        state(2, StreamProgress("0", RECV, 1, 5, 5)),
+    ]
+    found = judged(*states)
+    assert named(found) == [(1, "backward", "high")]
+    assert found.victims == (0, 2)
+
+
+def test_a_process_that_does_not_answer_while_all_others_wait_for_it_is_held_up():
+    states = [state(rank, device=told(63, 64)) for rank in range(4)]
+    states[2] = replace(states[2], device=DeviceCalls(answered=False))
+    (culprit,) = judged(*states).culprits
+    assert (culprit.rank, culprit.confidence) == (2, "medium")
+    assert "holds its interpreter" in culprit.detail
+
+
+def test_a_rank_of_which_nothing_is_told_is_no_culprit_by_its_own_count():
+    """The recorder and the probe number collectives differently: the two are never laid side by side."""
+    states = [state(rank, called(5), device=told(63, 64)) for rank in range(3)]
+    states[2] = replace(states[2], device=None)
+    found = judged(*states)
+    assert all(one.confidence == "low" for one in found.culprits)
+
+
+@pytest.mark.parametrize("how", ["spins", "moves"])
+def test_without_a_recorder_who_is_still_while_all_others_spin_is_named_unsurely(how: How):
+    states = [replace(state(rank), stillness=Stillness(how, 85.0)) for rank in range(4)]
+    assert not judged(*states).culprits
+    states[1] = replace(states[1], stillness=Stillness("still", 85.0))
+    assert named(judged(*states)) == [(1, "backward", "low")]
+    states[2] = replace(states[2], stillness=Stillness("still", 85.0))
+    assert not judged(*states).culprits
+
+
+def test_waits_are_seen_where_the_device_has_something_to_finish():
+    groups = {"0": GroupInfo("0", (0, 1), "cuda:nccl")}
+    ahead = Evidence(groups, {}, states=[state(0, called(5)), state(1, called(4))])
+    assert waits_seen(ahead)
+    assert hidden_waits(ahead) == {0, 1}
+    dumped = Evidence(
+        groups, {}, states=[state(0, called(5), device=told(4, 5)), state(1, called(4), device=told(4, 4))]
+    )
+    assert waits_seen(dumped)
+    assert not hidden_waits(dumped)
+    even = Evidence(groups, {}, states=[state(0, called(5)), state(1, called(5))])
+    assert not waits_seen(even)
+
+
+RANKS = 5
+counts = st.dictionaries(
+    st.integers(0, RANKS - 1), st.integers(0, 4), min_size=1, max_size=RANKS
+)  # by rank; who is missing did not report
+messages = st.dictionaries(
+    st.tuples(st.sampled_from((SEND, RECV)), st.integers(0, RANKS - 1), st.integers(0, RANKS - 1)),
+    st.integers(1, 4),
+    max_size=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(counts=counts, messages=messages)
+def test_counts_tell_what_a_dumb_twin_tells(
+    counts: dict[int, int], messages: dict[tuple[int, int, int], int]
+) -> None:
+    """The twin lets every call happen, one at a time, as soon as all whom it needs have called it, too."""
+    messages = {key: n for key, n in messages.items() if key[1] != key[2] and key[1] in counts}
+    states = [
+        state(
+            rank,
+            *([called(count)] if count else []),
+            *(StreamProgress("0", op, peer, n, n) for (op, own, peer), n in messages.items() if own == rank),
+        )
+        for rank, count in counts.items()
+    ]
+    groups = {"0": GroupInfo("0", tuple(range(RANKS)), "nccl")}
+    found = {
+        (rank.rank, one.op if one.peer >= 0 else 0, one.peer, one.seq)
+        for rank in device_groups(states, groups).states
+        for one in rank.in_flight
+    }
+    expected: set[tuple[int, int, int, int]] = set()
+    for rank, count in counts.items():
+        done = 0
+        while done < count and all(other > done for other in counts.values()):
+            done += 1
+        if done < count:
+            expected.add((rank, 0, -1, done + 1))
+    for (op, rank, peer), count in messages.items():
+        theirs = messages.get((RECV if op == SEND else SEND, peer, rank), 0)
+        done = 0
+        while done < count and (theirs > done or peer not in counts):
+            done += 1
+        if done < count:
+            expected.add((rank, op, peer, done + 1))
+    assert found == expected
