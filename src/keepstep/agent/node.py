@@ -22,7 +22,7 @@ from keepstep.agent.ranks.states import (
 )
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.ranks.watched_ring import WatchedRing
+from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, records_written
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
@@ -167,11 +167,7 @@ class NodeAgent:
 
     def _look_at_devices(self, now_ns: int) -> None:
         """Ask ranks that stand still for longer than usual what their devices have to finish."""
-        asking = {
-            ring.rank: (ring.process.pid, ring.track.progress)
-            for ring in self._rings
-            if ring.process is not None and not ring.ended and ring.track.asks_device
-        }
+        asking = asking_devices(self._rings)
         for rank, (progress, dump) in self._recorder.look(now_ns * 1e-9, asking).items():
             ring = self._tracks[rank]
             if ring.reader is not None:
@@ -230,6 +226,7 @@ class NodeAgent:
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns)
+        self._recorder.time(now_ns * 1e-9, records_written(self._rings))
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         if 0 < self._save_again_ns <= now_ns:
             self.save_rings()

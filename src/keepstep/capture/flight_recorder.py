@@ -13,8 +13,8 @@ import socket
 import threading
 from contextlib import suppress
 
-from keepstep.capture.internals import recorded_calls
-from keepstep.core.flight_recorder import address_of
+from keepstep.capture.internals import recorded_calls, time_calls
+from keepstep.core.flight_recorder import TIME_CALLS, address_of
 from keepstep.core.local_socket import accept, listen
 
 _PATIENCE_S = 2.0  # for an agent that has connected and says nothing, or does not take its answer
@@ -34,8 +34,10 @@ def _answer(listener: socket.socket, process: int) -> None:
             if accepted is not None:
                 with accepted[0] as connection, suppress(Exception):  # the agent sees that there is no answer
                     connection.settimeout(_PATIENCE_S)
-                    connection.recv(1)
-                    _hand_over(connection, recorded_calls())
+                    if connection.recv(1) == TIME_CALLS:
+                        time_calls()
+                    else:
+                        _hand_over(connection, recorded_calls())
 
 
 def _hand_over(connection: socket.socket, calls: bytes) -> None:

@@ -121,6 +121,13 @@ def recorded_calls() -> bytes:
     return b""
 
 
+def time_calls() -> None:
+    """Have torch's flight recorder note from now on when a device begins a call, on all groups that can tell it."""
+    for group in list(distributed_c10d._world.pg_map):
+        with suppress(AttributeError, RuntimeError):  # Gloo's cannot
+            cast(Any, group)._enable_collectives_timing()
+
+
 _allreduce: Any = ProcessGroup.allreduce  # torch's own, before the probe replaces it
 
 

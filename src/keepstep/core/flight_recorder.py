@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+TELL_CALLS, TIME_CALLS = b"?", b"t"
+"""Questions of the agent: what the recorder holds, and to have it note from now on when a device begins a call."""
+
 
 def address_of(run_dir: str, process: int) -> str:
     """The address of a process of the run with this folder, for `keepstep.core.local_socket`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.ring import RingHeader
+
+_STEADY_STEPS = 10  # steps after which a rank calls as often as it always will
 
 
 @dataclass(slots=True)
@@ -28,3 +31,22 @@ class WatchedRing:
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
+
+
+def asking_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
+    """Process and progress, by rank, of those that stand still for longer than usual and may wait for a device."""
+    return {
+        ring.rank: (ring.process.pid, ring.track.progress)
+        for ring in rings
+        if ring.process is not None and not ring.ended and ring.track.asks_device
+    }
+
+
+def records_written(rings: Iterable[WatchedRing]) -> dict[int, int]:
+    """How many records the rings have had, by process, of ranks that train on a device."""
+    return {
+        ring.process.pid: ring.header.written
+        for ring in rings
+        if ring.process is not None and ring.header is not None and not ring.ended
+        if ring.track.has_device and ring.track.steps >= _STEADY_STEPS
+    }

@@ -11,12 +11,13 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from keepstep.core.errors import KeepstepError, TraceError
-from keepstep.core.flight_recorder import address_of
+from keepstep.core.flight_recorder import TELL_CALLS, TIME_CALLS, address_of
 from keepstep.core.local_socket import connect
 from keepstep.traces.dump_sets import Dump
 from keepstep.traces.flight_recorder import parse_dump
@@ -24,6 +25,9 @@ from keepstep.traces.flight_recorder import parse_dump
 Answer = Dump | Literal["mute"] | None
 """What a recorder holds; "mute": the process is there and did not answer in time; None: it cannot be asked."""
 
+# Two events with times a call take 4 us of the device: below so many calls a second that is 0.1 % of its time.
+_MOST_TIMED = 250.0
+_PACE_S = 5.0  # for so long the calls of a rank are counted
 _AGAIN_S = 1.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _MOST_BYTES = 32 << 20  # of a dump; torch keeps 2000 calls of half a kilobyte each by default
@@ -33,7 +37,7 @@ def ask(run_dir: Path, process: int, rank: int) -> Answer:
     """Ask a rank's process. Takes little more than a second at most."""
     try:
         with connect(address_of(str(run_dir), process), "rank", _PATIENCE_S, process) as connection:
-            connection.send(b"?")
+            connection.send(TELL_CALLS)
             _, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
     except TimeoutError:
         return "mute"
@@ -51,6 +55,16 @@ def ask(run_dir: Path, process: int, rank: int) -> Answer:
         return None
 
 
+def time_calls(run_dir: Path, process: int) -> None:
+    """Have a rank's recorder note from now on when its device begins a call, for as long as the process lives."""
+    with (
+        suppress(OSError, KeepstepError),
+        connect(address_of(str(run_dir), process), "rank", _PATIENCE_S, process) as connection,
+    ):
+        connection.send(TIME_CALLS)
+        connection.recv(1)  # returns when that is done
+
+
 @dataclass(slots=True)
 class _Question:
     """What was asked about a rank that had made so much progress."""
@@ -66,9 +80,18 @@ class _Question:
 class RecorderSensor:
     """Asks the ranks of a node."""
 
-    def __init__(self, run_dir: Path, ask: Callable[[Path, int, int], Answer] = ask) -> None:
-        self._run_dir, self._ask = run_dir, ask
+    def __init__(
+        self,
+        run_dir: Path,
+        ask: Callable[[Path, int, int], Answer] = ask,
+        time_calls: Callable[[Path, int], None] = time_calls,
+    ) -> None:
+        self._run_dir, self._ask, self._time_calls = run_dir, ask, time_calls
         self._questions: dict[int, _Question] = {}
+        self._paces: dict[
+            int, tuple[float, int]
+        ] = {}  # by process: since when calls are counted, and their number
+        self._timed: set[int] = set()  # processes
 
     def look(self, now_s: float, wanted: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, Dump]]:
         """Ask about ranks, each once a second at most, and return new answers. Never blocks.
@@ -93,6 +116,21 @@ class RecorderSensor:
                 name = "keepstep-recorder"
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
         return found
+
+    def time(self, now_s: float, records: Mapping[int, int]) -> None:
+        """Have recorders note when devices begin calls, of processes that make so few that it costs next to nothing.
+
+        ``records``: by process, how many records its ring has had, which are at least as many as its calls.
+        """
+        for process, count in records.items():
+            since_s, before = self._paces.setdefault(process, (now_s, count))
+            if process in self._timed or now_s - since_s < _PACE_S:
+                continue
+            self._paces[process] = now_s, count
+            if count - before <= _MOST_TIMED * (now_s - since_s):
+                self._timed.add(process)
+                arguments, name = (self._run_dir, process), "keepstep-recorder"
+                threading.Thread(target=self._time_calls, args=arguments, name=name, daemon=True).start()
 
     def _answer(self, one: _Question) -> None:
         try:

@@ -95,3 +95,20 @@ def test_a_rank_is_asked_once_a_second_and_never_waited_for(tmp_path: Path) -> N
     assert sensor.look(13.4, {3: (77, 6)}) == {3: (6, dump)}
     assert sensor.look(13.5, {3: (77, 6)}) == {}
     assert asked == [(77, 3)] * 2
+
+
+def test_begins_are_noted_only_of_processes_that_make_few_calls(tmp_path: Path) -> None:
+    timed: list[int] = []
+    done = threading.Event()
+
+    def note(run_dir: Path, process: int) -> None:
+        timed.append(process)
+        done.set()
+
+    sensor = RecorderSensor(tmp_path, time_calls=note)
+    for second in range(6):
+        sensor.time(100.0 + second, {7: 1000 + 200 * second, 8: 5000 * second})
+    assert done.wait(10)
+    for second in range(6, 20):
+        sensor.time(100.0 + second, {7: 1000 + 200 * second, 8: 5000 * second})
+    assert timed == [7]
