@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from keepstep.capture.internals import backends_of, registered_members, timeout_of
+from keepstep.capture.internals import backends_of, record_calls, registered_members, timeout_of
 from keepstep.capture.recorder import NO_GROUP, Recorder
 from keepstep.core.events import HOST_BACKENDS, TIMEOUT_NOTE
 
@@ -37,6 +37,7 @@ class Groups:
         self._recorder = recorder
         self.known: dict[int, CapturedGroup] = {}  # by ``id()`` of the group
         self._made: Counter[str] = Counter()
+        self._hooks: list[Any] = []  # keep the flight recorder recording
         self._answers = False  # whether the agent can ask what torch's flight recorder holds
 
     def capture(self, group: Any, ranks: list[int] | None) -> CapturedGroup:
@@ -59,21 +60,24 @@ class Groups:
             if (timeout_s := timeout_of(group)) > 0:
                 writer.site(f"{TIMEOUT_NOTE}{timeout_s:g}")
             if not HOST_BACKENDS.issuperset(backends.values()):
-                self._answer_agent()
+                self._answer_agent(group)
         known = self.known
         reference = weakref.ref(group, lambda _: self._gone(key))
         known[key] = made = CapturedGroup(ident, members, backends, reference)
         return made
 
-    def _answer_agent(self) -> None:
-        if not self._answers:
-            self._answers = True
-            from keepstep.capture.flight_recorder import answer_agent
+    def _answer_agent(self, group: Any) -> None:
+        """Let the agent ask what torch's flight recorder holds of a group of a device."""
+        try:
+            if (hook := record_calls(group)) is not None:
+                self._hooks.append(hook)
+            if not self._answers:
+                self._answers = True
+                from keepstep.capture.flight_recorder import answer_agent
 
-            try:
                 answer_agent()
-            except (OSError, KeyError, RuntimeError) as error:
-                self._recorder.stumbled(error)
+        except (AttributeError, OSError, KeyError, RuntimeError, TypeError) as error:
+            self._recorder.stumbled(error)
 
     def _gone(self, key: int) -> None:
         """Let another group have the place of one that is no more: a job may make more than the ring has places."""

@@ -107,6 +107,9 @@ def timeout_of(group: Any) -> float:
     return 0.0
 
 
+_SELF_RECORDED = ("ProcessGroupNCCL", "ProcessGroupGloo")
+
+
 def recorded_calls() -> bytes:
     """What torch's flight recorder holds, as JSON without stacks; empty where this torch keeps none."""
     for name in (
@@ -119,6 +122,19 @@ def recorded_calls() -> bytes:
             if b'"collective_seq_id"' in found:
                 return found
     return b""
+
+
+def record_calls(group: Any) -> Any:
+    """Have torch's flight recorder keep the calls of a group whose backend does not by itself ("nccl2").
+
+    Returns what keeps it doing so; None where there is nothing to do.
+    """
+    hook = vars(NATIVE_C10D).get("FlightRecorderHook")
+    recorded = tuple(vars(NATIVE_C10D)[name] for name in _SELF_RECORDED if name in vars(NATIVE_C10D))
+    backends = [group._get_backend(device) for device in group._device_types]
+    if hook is None or not backends or any(isinstance(one, recorded) for one in backends):
+        return None
+    return hook.attach(group)
 
 
 def time_calls() -> None:

@@ -186,7 +186,9 @@ class DeviceCalls:
     answered: bool = (
         True  # False: asked, its process said nothing in time, as while something holds its interpreter
     )
-    is_whole: bool = True  # False: the recorder keeps no messages, as that of Gloo, and the rank has some
+    is_whole: bool = (
+        True  # False: there are messages that the recorder does not keep, or it does not tell ends
+    )
 
 
 @dataclass(frozen=True, slots=True)

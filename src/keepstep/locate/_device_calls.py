@@ -45,27 +45,43 @@ def device_groups(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) 
     told = frozenset(one.rank for one in states if one.alive and one.device and one.device.answered)
     members = {rank for name in names for rank in groups[name].members}
     mute = {one.rank for one in states if told and one.alive and one.rank in members - told}
-    counts = _Counts(states, names, groups)
-    return DeviceGroups(
-        [_with_device(one, names, told, counts) for one in states], names, told, frozenset(mute)
-    )
+    streams = {one.rank: _streams(one, names, told) for one in states}
+    counts = _Counts(streams, names, groups)
+    arranged = [_with_device(one, names, told, counts, streams[one.rank]) for one in states]
+    return DeviceGroups(arranged, names, told, frozenset(mute))
+
+
+def _streams(state: RankState, names: frozenset[str], told: frozenset[int]) -> list[StreamProgress]:
+    """How far a rank is on groups of a device, each stream by the source that all ranks have it from."""
+    found: list[StreamProgress] = []
+    if state.rank in told and state.device is not None:
+        found = [one for one in state.device.streams if one.group in names]
+    known = {_stream(one) for one in found}
+    return found + [
+        one
+        for one in state.streams
+        if one.group in names and (_stream(one) not in known if one.op in MESSAGES else not told)
+    ]
 
 
 class _Counts:
     """How many operations on groups of a device each rank has called, by its own count."""
 
     def __init__(
-        self, states: Sequence[RankState], names: frozenset[str], groups: Mapping[str, GroupInfo]
+        self,
+        streams: Mapping[int, Sequence[StreamProgress]],
+        names: frozenset[str],
+        groups: Mapping[str, GroupInfo],
     ) -> None:
-        self._known = {state.rank for state in states}
+        self._known = streams.keys()
         self._messages: dict[tuple[str, int, int, int], int] = {}  # group, operation, rank, peer
         collectives: dict[str, dict[int, int]] = {name: {} for name in names}
-        for state in states:
-            for one in state.streams:
-                if one.group in names and one.op in MESSAGES:
-                    self._messages[one.group, one.op, state.rank, one.peer] = one.started
-                elif one.group in names:
-                    collectives[one.group][state.rank] = one.started
+        for rank, of_rank in streams.items():
+            for one in of_rank:
+                if one.op in MESSAGES:
+                    self._messages[one.group, one.op, rank, one.peer] = one.started
+                else:
+                    collectives[one.group][rank] = one.started
         self._least = {
             name: min((of.get(rank, 0) for rank in groups[name].members if rank in self._known), default=0)
             for name, of in collectives.items()
@@ -82,27 +98,34 @@ class _Counts:
         return least if least < one.started else None
 
 
-def _with_device(state: RankState, names: frozenset[str], told: frozenset[int], counts: _Counts) -> RankState:
-    """The state of one rank, its operations on groups of a device replaced by what is not finished of them."""
+def _with_device(
+    state: RankState,
+    names: frozenset[str],
+    told: frozenset[int],
+    counts: _Counts,
+    own: Sequence[StreamProgress],
+) -> RankState:
+    """The state of one rank, its operations on groups of a device replaced by what is not finished of them.
+
+    ``own``: how far it is on these groups.
+    """
     device = state.device if state.rank in told and state.device is not None else DeviceCalls()
     numbered = {_stream(one) for one in device.streams}
-
-    def is_counted(one: StreamProgress | OpInFlight) -> bool:
-        return not told if one.op not in MESSAGES else _stream(one) not in numbered
-
-    counted = [one for one in state.streams if one.group in names and is_counted(one)]
-    streams = [one for one in state.streams if one.group not in names]
-    streams += [one for one in device.streams if one.group in names]
     # What the ring itself has in flight is a call that has not even returned to the host.
-    in_flight = [one for one in state.in_flight if one.group not in names or is_counted(one)]
-    inside = {_stream(one) for one in in_flight}
+    in_flight = [
+        one
+        for one in state.in_flight
+        if one.group not in names or (_stream(one) not in numbered if one.op in MESSAGES else not told)
+    ]
     # The device is in what it has not finished, whatever the host has done since.
     in_flight += [
         replace(one, since_s=max(one.since_s, state.last_progress_s))
         for one in device.in_flight
         if one.group in names
     ]
-    for one in counted:
+    inside = {_stream(one) for one in in_flight}
+    streams = [one for one in state.streams if one.group not in names]
+    for one in own:
         lacking = None if _stream(one) in inside else counts.lacking(state.rank, one)
         if lacking is None:
             streams.append(one)

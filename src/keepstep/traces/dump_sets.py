@@ -40,6 +40,8 @@ class Dump:
     counts: Mapping[str, tuple[int, int]]  # by group: the last operation enqueued, the last completed
     entries: Sequence[DumpedCall]
     is_whole: bool = False  # whether it still has the first call of the process
+    # Whether it tells which calls have ended: what hooks record of a backend ("nccl2") is called done when enqueued.
+    tells_ends: bool = True
 
 
 def strangers(dumps: Mapping[int, Dump]) -> dict[int, str]:

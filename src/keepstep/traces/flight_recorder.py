@@ -47,6 +47,7 @@ _MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
 _NO_PHASE = -1
 _ENDED = 64  # calls of a group that are told
+_BY_HOOKS = "c10d:"  # how the name of a call begins that c10d.FlightRecorderHook has recorded
 _P2P = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})$")
 _RANKS = re.compile(r"[\[(]?((?:\s*\d{1,9}\s*,)*\s*\d{1,9}|)\s*,?\s*[\])]?")
 # torch's barrier on NCCL is an all-reduce of one element, and so named in older versions.
@@ -288,7 +289,8 @@ def _parse(content: Any, rank: int) -> Dump:
         if not groups:
             groups, status = _unlisted(raw, unnamed), {}
         names = _names(groups, status, raw)
-        counts = _counts(status, names, groups)
+        tells_ends = not any(str(e["profiling_name"]).startswith(_BY_HOOKS) for e in raw)
+        counts = _counts(status, names, groups) if tells_ends else {}  # hooks count from 0
         entries = [one for one in (_entry(e, groups, rank) for e in settled(raw)) if one is not None]
         entries.sort(key=lambda one: (one.created_ns, one.seq))
         entries = merged(entries)
@@ -306,6 +308,7 @@ def _parse(content: Any, rank: int) -> Dump:
         {label[key]: pair for key, pair in counts.items()},
         [replace(entry, group=label[entry.group]) for entry in entries],
         any(one.get("record_id") == 0 for one in raw),
+        tells_ends,
     )
 
 

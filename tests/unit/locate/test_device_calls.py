@@ -69,6 +69,16 @@ def test_who_called_less_is_named_by_the_ranks_own_counts():
     assert "seq 64" in found.summary
 
 
+def test_a_recorder_that_tells_no_ends_is_a_count():
+    states = [
+        state(rank, called(5), device=DeviceCalls((), (called(63 if rank == 1 else 66),), is_whole=False))
+        for rank in range(4)
+    ]
+    found = judged(*states)
+    assert [one.rank for one in found.culprits] == [1]
+    assert "seq 64" in found.summary
+
+
 def test_a_rank_that_skipped_runs_ahead_and_is_odd_by_what_it_calls():
     """Rank 1 has left out call 64: it is the only one with another size there, and has called more than the others."""
     states = [

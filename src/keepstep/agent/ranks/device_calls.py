@@ -37,7 +37,10 @@ def device_calls(
         return None  # torch has given a name again: entries of the former group are among those of this one
     named = {label: torchs_name(group) for label, group in dump.groups.items()}
     names = {label: name for label, name in named.items() if name in of_device}
-    own = replace(dump, entries=[one for one in dump.entries if one.group in names])
+    entries = [one for one in dump.entries if one.group in names]
+    if not dump.tells_ends:
+        entries = [one for one in entries if one.op not in MESSAGES]  # hooks do not say with whom
+    own = replace(dump, entries=entries)
     own = replace(own, counts={group: pair for group, pair in dump.counts.items() if group in names})
     if not own.counts and not own.entries:
         return None
@@ -47,6 +50,8 @@ def device_calls(
         for one in found.streams
         if one.peer < 0
     ]
+    if not own.tells_ends:
+        return DeviceCalls((), tuple(collectives[:_GROUPS]), is_whole=False)
     # Only the oldest call that is not done: a device works in order.
     flights = [
         replace(one, group=names[one.group], since_s=one.since_s - ago_s)

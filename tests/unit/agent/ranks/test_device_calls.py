@@ -116,6 +116,15 @@ def test_a_recorder_that_keeps_no_messages_is_not_whole() -> None:
     assert not found.is_whole
 
 
+def test_what_hooks_record_tells_no_ends() -> None:
+    """A call that torch's hook has recorded, as on nccl2, is done as soon as it is enqueued."""
+    found = calls(*(entry(seq, profiling_name="c10d:allreduce", state="scheduled") for seq in (1, 2, 3)))
+    assert found is not None
+    assert not found.is_whole
+    assert not found.in_flight
+    assert [(one.started, one.completed) for one in found.streams] == [(3, 3)]
+
+
 def test_a_group_whose_name_was_given_again_is_not_told() -> None:
     again = [*GROUPS, GroupInfo("0#2", (0, 1), "cuda:nccl", "default_pg")]
     assert calls(entry(1), groups=again) is None
