@@ -43,6 +43,7 @@ from keepstep.traces.recorded_content import content_of
 MOST_CALLS = 200_000  # calls read from a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
 _MOST_MEMBERS = 2 << 20  # members of all groups of a dump together
 _MOST_NUMBER = 1 << 62  # the largest sequence number or time in ns
+_NEWEST = 64  # calls of a dump that are read at least, where only the newest are
 _MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
 _NO_PHASE = -1
@@ -134,13 +135,30 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
     return Dumps(_states(told, groups), groups, world, tuple(missing), listed, inferred)
 
 
-def parse_dump(data: bytes, rank: int) -> Dump:
-    """What a dump in JSON says, of this rank.
+def parse_newest(data: bytes, rank: int) -> Dump:
+    """What a dump in JSON says of this rank's newest calls: since the first that is not done, and at least the last 64.
+
+    Older calls are left out, but for the last one of each group, so that many ranks can be read often.
 
     Raises:
         TraceError: it is none, is damaged, or goes beyond the bounds of what is read.
     """
-    return _parse(read_json(data), rank)
+    content = read_json(data)
+    try:
+        return _parse({**content, "entries": _newest(content["entries"])}, rank)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise TraceError(f"is no flight-recorder dump: {type(error).__name__}: {str(error)[:80]}") from error
+
+
+def _newest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    first_open = next((at for at, one in enumerate(entries) if not _is_done(one)), len(entries))
+    begin = max(min(first_open, len(entries) - _NEWEST), 0)
+    last = {(str(one["process_group"]), one.get("is_p2p") is True): at for at, one in enumerate(entries)}
+    return [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
 def state_of(dump: Dump, rank: int) -> RankState:
@@ -429,7 +447,7 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
             raise TraceError(f"{told}: the dump of another rank under this rank's name")
         peer = members[there if here == members.index(rank) else here]
     seq = _whole(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
-    done = bool(entry.get("retired")) or entry.get("state") == "completed"
+    done = _is_done(entry)
     created_ns, content = _whole(entry.get("time_created_ns") or 0), content_of(entry, op)
     begun = bool(entry.get("time_discovered_started_ns")) or entry.get("state") == "started"
     return DumpedCall(group, op, peer, seq, created_ns, done, content, begun)

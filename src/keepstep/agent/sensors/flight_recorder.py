@@ -7,9 +7,11 @@ interpreter is busy for some milliseconds with the answer.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from keepstep.core.errors import KeepstepError, TraceError
 from keepstep.core.flight_recorder import TELL_CALLS, TIME_CALLS, address_of
 from keepstep.core.local_socket import connect
 from keepstep.traces.dump_sets import Dump
-from keepstep.traces.flight_recorder import parse_dump
+from keepstep.traces.flight_recorder import parse_newest
 
 Answer = Dump | Literal["mute"] | None
 """What a recorder holds; "mute": the process is there and did not answer in time; None: it cannot be asked."""
@@ -28,8 +30,10 @@ Answer = Dump | Literal["mute"] | None
 # Two events with times a call take 4 us of the device: below so many calls a second that is 0.1 % of its time.
 _MOST_TIMED = 250.0
 _PACE_S = 5.0  # for so long the calls of a rank are counted
-_AGAIN_S = 1.0  # between two questions about one rank
+_AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
+_AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
+_OLD_S = 6.0  # until then an answer stands for one that does not come
 _MOST_BYTES = 32 << 20  # of a dump; torch keeps 2000 calls of half a kilobyte each by default
 
 
@@ -50,7 +54,7 @@ def ask(run_dir: Path, process: int, rank: int) -> Answer:
     if len(data) > _MOST_BYTES:
         return None
     try:
-        return parse_dump(data, rank)
+        return parse_newest(data, rank)
     except TraceError:
         return None
 
@@ -88,13 +92,14 @@ class RecorderSensor:
     ) -> None:
         self._run_dir, self._ask, self._time_calls = run_dir, ask, time_calls
         self._questions: dict[int, _Question] = {}
+        self._last: dict[int, tuple[Answer, float]] = {}  # by process: its last answer, and when that came
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number
         self._timed: set[int] = set()  # processes
 
     def look(self, now_s: float, wanted: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, Dump]]:
-        """Ask about ranks, each once a second at most, and return new answers. Never blocks.
+        """Ask about ranks, each once every two seconds at most, and return new answers. Never blocks.
 
         Args:
             now_s: the time on the node's clock.
@@ -135,12 +140,30 @@ class RecorderSensor:
     def _answer(self, one: _Question) -> None:
         try:
             one.answer = self._ask(self._run_dir, one.process, one.rank)
+            self._last[one.process] = one.answer, time.monotonic()
         finally:
             one.is_answered = True
 
     async def answers(self, processes: Mapping[int, int]) -> dict[int, Answer]:
-        """The answers of all these processes, by rank; None of those that cannot be asked."""
-        asked = [
-            asyncio.to_thread(self._ask, self._run_dir, process, rank) for rank, process in processes.items()
-        ]
-        return dict(zip(processes, await asyncio.gather(*asked), strict=True))
+        """The answers of all these processes, by rank, within half a second.
+
+        Of one that says nothing in that time it is the last answer, if that is not old; None if there is none.
+        """
+        asked = {
+            rank: asyncio.ensure_future(asyncio.to_thread(self._ask, self._run_dir, process, rank))
+            for rank, process in processes.items()
+        }
+        if asked:
+            await asyncio.wait(asked.values(), timeout=_AT_ONCE_S)
+        found: dict[int, Answer] = {}
+        for rank, task in asked.items():
+            if task.done():
+                found[rank] = task.result()
+            else:
+                task.cancel()
+                found[rank] = self._last_answer(processes[rank])
+        return found
+
+    def _last_answer(self, process: int) -> Answer:
+        answer, at_s = self._last.get(process, (None, -math.inf))
+        return answer if time.monotonic() - at_s < _OLD_S else None

@@ -15,7 +15,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import DeviceCalls, GroupInfo, RankState, StreamProgress
 from keepstep.locate import locate_hang
-from keepstep.traces.flight_recorder import parse_dump
+from keepstep.traces.flight_recorder import parse_newest
 from keepstep.traces.plain_data import read_pickle
 
 DATA = Path(__file__).parents[3] / "recorded" / "h100"
@@ -32,7 +32,7 @@ def recorded(case: str, rank: int) -> bytes:
 def live(case: str) -> Diagnosis:
     states: list[RankState] = []
     for rank in range(2):
-        device = device_calls(parse_dump(recorded(case, rank), rank), rank, GROUPS, (), 0.0)
+        device = device_calls(parse_newest(recorded(case, rank), rank), rank, GROUPS, (), 0.0)
         assert device is not None
         states.append(
             RankState(rank, True, 30, Phase.BACKWARD, 90.0, 5, 90.0, 95.0, (), (), "S", device=device)
@@ -78,7 +78,7 @@ def calls(
 ) -> DeviceCalls | None:
     config = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
     dump = {"version": "2.10", "entries": list(entries), "pg_config": config}
-    return device_calls(parse_dump(json.dumps(dump).encode(), 0), 0, groups, streams, 0.0)
+    return device_calls(parse_newest(json.dumps(dump).encode(), 0), 0, groups, streams, 0.0)
 
 
 OPEN = {"state": "scheduled", "retired": False}
@@ -116,6 +116,22 @@ def test_a_recorder_that_keeps_no_messages_is_not_whole() -> None:
     assert not found.is_whole
 
 
+def test_of_a_long_dump_the_newest_calls_are_read_and_the_last_of_each_group() -> None:
+    other = entry(7, process_group=["1", "one"], pg_id=1)
+    many = [other, *(entry(seq) for seq in range(1, 500)), entry(500, **OPEN)]
+    config = {name: {"desc": desc, "ranks": "[0, 1]"} for name, desc in (("0", "default_pg"), ("1", "one"))}
+    data = json.dumps({"version": "2.10", "entries": many, "pg_config": config}).encode()
+    found = parse_newest(data, 0)
+    assert len(found.entries) < 100
+    groups = [*GROUPS, GroupInfo("1", (0, 1), "cuda:nccl", "one")]
+    known = device_calls(found, 0, groups, (), 0.0)
+    assert known is not None
+    assert {one.group: (one.started, one.completed) for one in known.streams} == {
+        "0": (500, 499),
+        "1": (7, 7),
+    }
+
+
 def test_what_hooks_record_tells_no_ends() -> None:
     """A call that torch's hook has recorded, as on nccl2, is done as soon as it is enqueued."""
     found = calls(*(entry(seq, profiling_name="c10d:allreduce", state="scheduled") for seq in (1, 2, 3)))
@@ -139,4 +155,4 @@ def test_groups_that_move_data_on_the_host_are_left_out() -> None:
 )
 def test_what_is_no_dump_is_refused(data: bytes) -> None:
     with pytest.raises(TraceError):
-        parse_dump(data, 0)
+        parse_newest(data, 0)

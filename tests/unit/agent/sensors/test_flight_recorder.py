@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from keepstep.agent.sensors.flight_recorder import RecorderSensor, ask
+from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor, ask
 from keepstep.core.events import Op
 from keepstep.core.flight_recorder import address_of
 from keepstep.core.local_socket import listen
@@ -70,7 +72,7 @@ def test_another_process_at_the_address_is_not_asked(tmp_path: Path) -> None:
         assert ask(tmp_path, 1, 0) is None
 
 
-def test_a_rank_is_asked_once_a_second_and_never_waited_for(tmp_path: Path) -> None:
+def test_a_rank_is_asked_now_and_then_and_never_waited_for(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
     go_on, done = threading.Event(), threading.Event()
     dump = Dump({}, {}, [])
@@ -112,3 +114,29 @@ def test_begins_are_noted_only_of_processes_that_make_few_calls(tmp_path: Path) 
     for second in range(6, 20):
         sensor.time(100.0 + second, {7: 1000 + 200 * second, 8: 5000 * second})
     assert timed == [7]
+
+
+def test_who_does_not_answer_at_once_is_told_by_the_last_answer(tmp_path: Path) -> None:
+    held, asked = threading.Event(), threading.Event()
+    dump = Dump({}, {}, [])
+
+    def say(run_dir: Path, process: int, rank: int) -> Answer:
+        if process == 8 and asked.is_set():
+            held.wait(10)
+        asked.set()
+        return dump if process == 7 else "mute"
+
+    sensor = RecorderSensor(tmp_path, say)
+    sensor.look(10.0, {1: (8, 5)})
+    while not sensor._last:  # pyright: ignore[reportPrivateUsage]
+        time.sleep(0.01)
+    try:
+        assert asyncio.run(_answers(sensor, held)) == {0: dump, 1: "mute"}
+    finally:
+        held.set()
+
+
+async def _answers(sensor: RecorderSensor, held: threading.Event) -> dict[int, Answer]:
+    found = await sensor.answers({0: 7, 1: 8})
+    held.set()  # the loop waits for its threads at its end
+    return found
