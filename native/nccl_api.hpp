@@ -12,11 +12,13 @@ namespace keepstep::nccl {
 using Result = int;
 using Comm = ncclComm*;
 using Stream = void*;
+using Handle = void*;  // of an event, a graph or a context of CUDA's
 struct UniqueId {
   char internal[128];
 };
 
 constexpr Result kSuccess = 0, kInvalidUsage = 5, kInProgress = 7;
+constexpr int kNoSuchSymbol = 302;  // cudaErrorSharedObjectSymbolNotFound
 constexpr int kOldestVersion = 21800;
 constexpr int kNoColor = -1;
 
@@ -88,6 +90,13 @@ enum class Life : unsigned char { init = 1, split, shrink, grow, revoke, suspend
   X(ncclGroupStart, (), ())                                                                                              \
   X(ncclGroupEnd, (), ())                                                                                                \
   X(ncclGroupSimulateEnd, (void* information), (information))
+
+// Of CUDA's runtime: X(name, parameters, arguments). Hooked where they bear the symbol versions of its libraries.
+#define KEEPSTEP_CUDA(X)                                                                                     \
+  X(cudaEventRecord, (Handle event, Stream stream), (event, stream))                                         \
+  X(cudaEventRecordWithFlags, (Handle event, Stream stream, unsigned flags), (event, stream, flags))         \
+  X(cudaStreamWaitEvent, (Stream stream, Handle event, unsigned flags), (stream, event, flags))              \
+  X(cudaGraphLaunch, (Handle graph, Stream stream), (graph, stream))
 
 // Called, not hooked.
 #define KEEPSTEP_NCCL_ASKED(X)                   \

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
 #include <initializer_list>
 #include <string>
 
@@ -39,8 +40,9 @@ void* search(const char* name, const void* caller) {
   if (found == nullptr && caller != nullptr &&
       dladdr1(caller, &info, reinterpret_cast<void**>(&library), RTLD_DL_LINKMAP) != 0 && library != nullptr)
     found = look_in(library->l_name, name);
-  for (const char* usual : {"libnccl.so.2", "librccl.so.1"})
-    if (found == nullptr) found = look_in(usual, name);
+  const bool of_cuda = std::strncmp(name, "cuda", 4) == 0;
+  for (const char* usual : {"libnccl.so.2", "librccl.so.1", "libcudart.so.13", "libcudart.so.12"})
+    if (found == nullptr && of_cuda == (std::strncmp(usual, "libcuda", 7) == 0)) found = look_in(usual, name);
   if (found != nullptr) pin(found);
   dlerror();  // of a search that failed: nobody else is to find it
   return found;
@@ -73,6 +75,7 @@ KEEPSTEP_NCCL_CONFIGURABLE(REAL_CONFIG)
 KEEPSTEP_NCCL_PLAIN(REAL)
 KEEPSTEP_NCCL_LIFE(REAL)
 KEEPSTEP_NCCL_ASKED(REAL)
+KEEPSTEP_CUDA(REAL)
 
 // Only a caller that is linked to a function which its NCCL lacks comes here: without us it would not have started.
 Result missing(const char* name) {

@@ -54,9 +54,11 @@ Result data(const char* name, const Call& call, Make make) {
   if (writer == nullptr) return make();
   const Inside inside;
   const bool in_group = t_thread.depth > 0;
-  Span* span = ordered_until() == 0 ? nullptr : in_group ? span_of(call.stream) : timing().take(call.stream);
+  Span* span = !Timing::wants(call.stream) ? nullptr : in_group ? span_of(call.stream) : timing().take(call.stream);
+  const std::int16_t group = group_of(call.comm);
+  if (is_tracked()) behind().carries(call.stream, group);
   Recorded recorded;
-  recorded.start(writer, name, call, group_of(call.comm), call.count * bytes_of(call.type), span);
+  recorded.start(writer, name, call, group, call.count * bytes_of(call.type), span);
   if (span == nullptr || in_group) return recorded.end(make());
   timing().begin(span, call.stream);
   const Result result = make();
@@ -274,6 +276,37 @@ Result ncclGroupSimulateEnd(void* information) {  // nothing of the group is eve
   return leave("ncclGroupSimulateEnd", false, [=] { return real_ncclGroupSimulateEnd(information); });
 }
 
+// --- CUDA's runtime: what the compute stream waits for ---------------------------------------------------------------------
+
+Result note(Result result, Handle event, Stream stream) noexcept {
+  if (result == 0 && is_tracked())
+    behind().recorded(event, stream, reinterpret_cast<Stream>(g_main.load(std::memory_order_relaxed)));
+  return result;
+}
+Result cudaEventRecord(Handle event, Stream stream) { return note(real_cudaEventRecord(event, stream), event, stream); }
+Result cudaEventRecordWithFlags(Handle event, Stream stream, unsigned flags) {
+  return note(real_cudaEventRecordWithFlags(event, stream, flags), event, stream);
+}
+
+Result cudaStreamWaitEvent(Stream stream, Handle event, unsigned flags) {
+  std::int16_t group = -1;
+  Span* span = nullptr;
+  if (is_tracked() && behind().find(event, &group)) {
+    if (!is_main(stream))
+      behind().carries(stream, group);  // whoever waits for this stream waits for communication
+    else if (g_measures.load(std::memory_order_relaxed) && recording() != nullptr)
+      span = timing().take_wait(stream, group);
+  }
+  const Result result = real_cudaStreamWaitEvent(stream, event, flags);
+  if (span != nullptr) timing().end(span, stream, result);
+  return result;
+}
+
+Result cudaGraphLaunch(Handle graph, Stream stream) {
+  if (g_measures.load(std::memory_order_relaxed)) timing().replayed();
+  return real_cudaGraphLaunch(graph, stream);
+}
+
 }  // namespace calls
 }  // namespace
 
@@ -287,6 +320,15 @@ Result ncclGroupSimulateEnd(void* information) {  // nothing of the group is eve
     return body;                                                                           \
   }                                                                                        \
   __asm__(".symver keepstep_" #name "," #name "@KEEPSTEP_NCCL");
+// What is linked to CUDA's runtime asks for the symbol version of its library, whose name that is.
+#define EXPORT_CUDA(name, parameters, arguments)                                           \
+  extern "C" Result keepstep_##name parameters {                                           \
+    if (!real_##name.find(__builtin_return_address(0))) return kNoSuchSymbol;              \
+    return calls::name arguments;                                                          \
+  }                                                                                        \
+  extern "C" Result keepstep_12_##name parameters __attribute__((alias("keepstep_" #name))); \
+  __asm__(".symver keepstep_" #name "," #name "@libcudart.so.13");                         \
+  __asm__(".symver keepstep_12_" #name "," #name "@libcudart.so.12");
 #define EXPORT_DATA(name, parameters, arguments, what) EXPORT(name, parameters, data(#name, what, [&] { return real_##name arguments; }))
 #define EXPORT_CONFIG(name, parameters, arguments, what)                           \
   EXPORT(name##Config, (KEEPSTEP_NCCL_LIST parameters, const void* config),        \
@@ -296,5 +338,11 @@ KEEPSTEP_NCCL_CONFIGURABLE(EXPORT_DATA)
 KEEPSTEP_NCCL_CONFIGURABLE(EXPORT_CONFIG)
 KEEPSTEP_NCCL_PLAIN(EXPORT_DATA)
 KEEPSTEP_NCCL_LIFE(EXPORT_LIFE)
+KEEPSTEP_CUDA(EXPORT_CUDA)
+
+// The Python probe calls it when the optimizer has stepped for the `number`-th time: a boundary of iterations on `stream`.
+extern "C" void keepstep_device_mark(std::uint64_t number, Stream stream) {
+  if (recording() != nullptr) timing().mark(number, stream);
+}
 
 }  // namespace keepstep::nccl

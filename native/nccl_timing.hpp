@@ -1,5 +1,5 @@
-// When the GPU began and ended what was called, for as long as the agent orders it: CUDA events around a call on its
-// stream, read by a thread of ours.
+// When the GPU began and ended what was called, how long the compute stream was blocked by it, and how long an iteration
+// took there: CUDA events on the streams, read by a thread of ours. See docs/design/nccl-shim.md.
 #pragma once
 
 #include <fcntl.h>
@@ -7,43 +7,38 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#include <memory>
-#include <utility>
-#include <vector>
-
-#include "cuda_driver.hpp"
-#include "nccl_watch.hpp"
+#include "nccl_events.hpp"
 
 namespace keepstep::nccl {
 namespace {
 
-constexpr std::uint16_t kTimed = 64;                      // core/events.py: Flag
+constexpr std::uint16_t kTimed = 64;                       // core/events.py: Flag
 constexpr std::uint64_t kMostOrderedNs = 600'000'000'000;  // whatever is ordered
-constexpr std::uint64_t kBaseNs = 1'000'000'000;           // a base is used for so long: elapsed times are floats
-constexpr unsigned kLookUs = 2000;
-constexpr int kSpans = 256;  // of a context, under way at once
+constexpr unsigned kLookUs = 2000, kIdleLookUs = 20'000, kLongestLookUs = 50'000;
+constexpr std::uint64_t kMarkedNs = 10'000'000'000;  // without a boundary for so long, nothing is measured any more
 
-using cuda::Driver;
-using cuda::Handle;
+// What is measured of the iterations, so that it costs a thousandth of them at most. An event with timing takes 2 µs of its
+// stream (docs/design/on-a-gpu.md).
+constexpr std::uint64_t kEventNs = 2000, kShare = 1000;
+constexpr std::uint64_t kEveryNs = 50'000'000;  // and not more often than that, for the sake of who reads the ring
+constexpr std::uint64_t kFirst = 32;            // of a process: all, for a rank may be slow from the start
+constexpr std::uint64_t kInARow = 8;            // as several optimizer steps may make one iteration
+constexpr std::uint64_t kMostRare = 128;
 
-// An event whose time is known on both clocks.
-struct Base {
-  Handle event;
-  std::uint64_t ns;
-  int users;
-};
+// As core/events.py numbers them.
+enum class Device : unsigned char { iteration = 1, wait, blind };
 
-struct Context {
-  Handle handle, stream = nullptr;
-  std::deque<Base> bases{};  // the last is the newest
-};
-
-// Two events of a stream, and the operations that began and ended between them.
-struct Span {
-  Context* context = nullptr;
-  Base* base = nullptr;
-  Handle from = nullptr, to = nullptr;
-  std::deque<ring::Operation> operations{};
+// From one boundary to the next, on the compute stream.
+struct Iteration {
+  Span *from = nullptr, *to = nullptr;
+  std::uint64_t number = 0;      // of optimizer steps, at its end
+  std::uint64_t blocked_ns = 0;  // as far as it is known
+  std::uint64_t lost = 0;        // Behind::lost() at its start
+  unsigned events = 0, others = 0;  // put onto the compute stream for it, and onto other streams
+  unsigned replays = 0;          // of graphs, whose communication is not seen
+  int pending = 0;               // spans that are not read yet
+  bool spoilt = false;           // something of it was not measured
+  bool calls = false;            // calls on other streams are timed, too
 };
 
 std::atomic<const std::atomic<std::uint64_t>*> g_orders{nullptr};  // the rank's page
@@ -53,6 +48,27 @@ std::uint64_t ordered_until() noexcept {
   constexpr int kUntil = 5;  // ring/orders.py: Word
   const auto* words = g_orders.load(std::memory_order_acquire);
   return words == nullptr ? 0 : words[kUntil].load(std::memory_order_relaxed);
+}
+
+bool is_ordered() noexcept {
+  const std::uint64_t until = ordered_until();
+  return until != 0 && until - ring::monotonic_ns() < kMostOrderedNs;
+}
+
+const bool g_device_off = [] {
+  const char* told = std::getenv("KEEPSTEP_DEVICE_TIMES");
+  return told != nullptr && std::strcmp(told, "0") == 0;
+}();
+constexpr std::uintptr_t kNoStream = ~std::uintptr_t{0};
+std::atomic<std::uintptr_t> g_main{kNoStream};  // the compute stream: that of the newest boundary
+std::atomic<bool> g_measures{false};            // an iteration is being measured
+std::atomic<bool> g_calls{false};               // and its calls on other streams
+bool is_tracked() noexcept { return g_main.load(std::memory_order_relaxed) != kNoStream; }
+bool is_main(Stream stream) noexcept { return g_main.load(std::memory_order_relaxed) == reinterpret_cast<std::uintptr_t>(stream); }
+
+Behind& behind() {
+  static auto* made = new Behind;
+  return *made;
 }
 
 class Timing;
@@ -75,32 +91,33 @@ class Timing {
     g_orders.store(words, std::memory_order_release);
   }
 
-  // For operations on this stream; null where they are not to be timed, or cannot be: the stream is captured into a graph
-  // (an event would go into the graph), or it is the default one and another's capture forbids that, or too much is under way.
-  __attribute__((noinline)) Span* take(Stream stream) noexcept {
-    const Driver* driver = ordered() ? Driver::get() : nullptr;
-    if (driver == nullptr) return nullptr;
-    Handle handle = nullptr;
-    int captured = 0;
-    if (driver->context(&handle) != 0 || handle == nullptr || driver->is_captured(stream, &captured) != 0 || captured != 0)
-      return nullptr;
-    const std::lock_guard<std::mutex> guard(lock_);
-    if (!runs_ && !start()) return nullptr;
-    for (std::size_t i = free_.size(); i-- > 0;) {
-      Span* span = free_[i];
-      if (span->context->handle != handle || span->context->bases.empty()) continue;
-      free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
-      span->base = &span->context->bases.back();
-      ++span->base->users;
-      return span;
-    }
-    bool known = false;
-    for (const Context& one : contexts_) known = known || one.handle == handle;
-    if (!known) wanted_ = handle;
-    return nullptr;
+  // Whether calls on this stream are to be timed now.
+  static bool wants(Stream stream) noexcept {
+    if (ordered_until() != 0) return true;
+    return g_measures.load(std::memory_order_relaxed) && (is_main(stream) || g_calls.load(std::memory_order_relaxed));
   }
 
-  void begin(Span* span, Stream stream) noexcept { began(span, cuda().record(span->from, stream) == 0); }
+  // For calls on this stream; null where they are not to be timed, or cannot be: see `free_span`.
+  __attribute__((noinline)) Span* take(Stream stream) noexcept {
+    const bool measured = g_measures.load(std::memory_order_relaxed);
+    if (!measured && !is_ordered()) return nullptr;
+    Span* span = free_span(stream);
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (current_ == nullptr) return span;
+    if (is_main(stream))
+      join(span);
+    else if (span != nullptr)
+      current_->others += 2;
+    return span;
+  }
+
+  void begin(Span* span, Stream stream) noexcept {
+    if (cuda().record(span->from, stream) == 0) return;
+    fail("an event could not be recorded");
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (span->base != nullptr) --span->base->users;
+    span->base = nullptr;
+  }
 
   // After the calls. What did not come onto the stream as it should has its end now.
   void end(Span* span, Stream stream, Result result) noexcept {
@@ -109,35 +126,121 @@ class Timing {
     if (!there)
       for (ring::Operation& operation : span->operations) operation.finish(bad);
     const std::lock_guard<std::mutex> guard(lock_);
-    if (there)
+    if (there) {
       under_way_.push_back(span);
-    else
-      give_back(span);
+      return;
+    }
+    if (span->iteration != nullptr) leave(span->iteration, true);
+    events_.give_back(span);
+  }
+
+  // The compute stream is about to wait for communication of this group; null: nobody measures that now.
+  __attribute__((noinline)) Span* take_wait(Stream stream, std::int16_t group) noexcept {
+    Span* span = free_span(stream);
+    {
+      const std::lock_guard<std::mutex> guard(lock_);
+      if (current_ == nullptr) {
+        if (span != nullptr) events_.give_back(span);
+        return nullptr;
+      }
+      join(span);
+    }
+    if (span == nullptr) return nullptr;
+    span->host_ns = ring::monotonic_ns();
+    span->group = group;
+    begin(span, stream);
+    return span;
+  }
+
+  void replayed() noexcept {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (current_ != nullptr) ++current_->replays;
+  }
+
+  // The optimizer has stepped for the `number`-th time; what it does on the GPU is on this stream, before the boundary.
+  __attribute__((noinline)) void mark(std::uint64_t number, Stream stream) noexcept {
+    if (off_.load(std::memory_order_relaxed)) return;
+    const bool same = is_main(stream);
+    g_main.store(reinterpret_cast<std::uintptr_t>(stream), std::memory_order_relaxed);
+    marked_ns_.store(ring::monotonic_ns(), std::memory_order_relaxed);
+    if (number <= newest_) first_ = number;  // another incarnation begins in this process
+    newest_ = number;
+    const bool next = is_measured(number, rare_.load(std::memory_order_relaxed));
+    if (!next && !g_measures.load(std::memory_order_relaxed)) return;
+    Span* span = free_span(stream);
+    if (span != nullptr) {
+      span->host_ns = ring::monotonic_ns();
+      begin(span, stream);
+      if (span->base == nullptr) {
+        const std::lock_guard<std::mutex> guard(lock_);
+        events_.give_back(std::exchange(span, nullptr));
+      }
+    }
+    const std::lock_guard<std::mutex> guard(lock_);
+    Iteration* over = std::exchange(current_, nullptr);
+    if (over != nullptr) {
+      over->to = span;
+      over->number = number;
+      over->spoilt = over->spoilt || span == nullptr || !same || behind().lost() != over->lost;
+      if (span != nullptr) ++span->users;
+      over_.push_back(over);
+    }
+    if (next && span != nullptr && !spare_.empty()) {
+      current_ = spare_.back();
+      spare_.pop_back();
+      *current_ = {};
+      current_->from = span;
+      current_->events = 1;
+      current_->lost = behind().lost();
+      current_->calls = is_measured(number, calls_rare_.load(std::memory_order_relaxed));
+      ++span->users;
+    }
+    if (span != nullptr && span->users == 0) events_.give_back(span);
+    g_calls.store(current_ != nullptr && current_->calls, std::memory_order_relaxed);
+    g_measures.store(current_ != nullptr, std::memory_order_relaxed);
   }
 
  private:
   static const Driver& cuda() noexcept { return *Driver::get(); }  // once something is to be timed
 
-  static bool ordered() noexcept {
-    const std::uint64_t until = ordered_until();
-    return until != 0 && until - ring::monotonic_ns() < kMostOrderedNs;
+  bool is_measured(std::uint64_t number, std::uint64_t rare) const noexcept {
+    return number - first_ < kFirst || number / kInARow % rare == 0 || is_ordered();
   }
 
-  void began(Span* span, bool well) noexcept {
-    if (well) return;
+  // Two events for this stream. Null where it is captured into a graph (an event would go into the graph), or is the default
+  // one and another's capture forbids that, or too much is under way; and wherever CUDA has failed once.
+  Span* free_span(Stream stream) noexcept {
+    const Driver* driver = off_.load(std::memory_order_relaxed) ? nullptr : Driver::get();
+    Handle handle = nullptr;
+    int captured = 0;
+    if (driver == nullptr || driver->context(&handle) != 0 || handle == nullptr || driver->is_captured(stream, &captured) != 0 ||
+        captured != 0)
+      return nullptr;
     const std::lock_guard<std::mutex> guard(lock_);
-    let_go(span);
+    return runs_ || start() ? events_.take(handle) : nullptr;
   }
 
-  static void let_go(Span* span) noexcept {
-    if (span->base != nullptr) --span->base->users;
-    span->base = nullptr;
+  // Makes a span of the compute stream part of the iteration, of which nothing may be missing.
+  void join(Span* span) noexcept {
+    if (span == nullptr) {
+      current_->spoilt = true;
+      return;
+    }
+    span->iteration = current_;
+    current_->pending += 1;
+    current_->events += 2;
   }
 
-  void give_back(Span* span) noexcept {
-    let_go(span);
-    span->operations.clear();
-    free_.push_back(span);
+  static void leave(Iteration* one, bool unread) noexcept {
+    one->pending -= 1;
+    one->spoilt = one->spoilt || unread;
+  }
+
+  // CUDA's first error is the last that we see: from then on we call nothing of it.
+  void fail(const char* what) noexcept {
+    if (off_.exchange(true)) return;
+    g_measures.store(false, std::memory_order_relaxed);
+    say(std::string("the GPU's times are not taken any more: ") + what);
   }
 
   // At the process's end: CUDA is taken down after this. A driver that hangs is not waited for.
@@ -177,123 +280,160 @@ class Timing {
     cuda().capture_mode(&mode);  // what we do is no part of a capture that another thread is at, and does not end it
     pthread_setname_np(pthread_self(), "keepstep-gpu");
     while (true) {
-      prepare();
-      renew();
+      if (!off_ && !(events_.make() && events_.renew())) fail("events could not be made");
       std::vector<Span*> mine;
       {
         const std::lock_guard<std::mutex> guard(lock_);
-        if (stopped_ || (under_way_.empty() && !ordered())) {
+        if (is_over()) {
           runs_ = false;
           return;
         }
+        under_way_.reserve(events_.made());
         mine.swap(under_way_);
       }
       const auto over = std::partition(mine.begin(), mine.end(), [this](Span* span) { return !read(span); });
       {
         const std::lock_guard<std::mutex> guard(lock_);
-        std::for_each(over, mine.end(), [this](Span* span) { give_back(span); });
+        std::for_each(over, mine.end(), [this](Span* span) { done(span); });
         under_way_.insert(under_way_.end(), mine.begin(), over);
       }
-      usleep(kLookUs);
+      while (Iteration* one = next_over()) tell(one);
+      sleep_a_little();
     }
   }
 
-  // Events for a context in which something is to be timed for the first time.
-  void prepare() noexcept try {
-    Context made{};
+  bool is_over() const noexcept {
+    if (stopped_ || (off_ && under_way_.empty())) return true;
+    const bool marked = ring::monotonic_ns() - marked_ns_.load(std::memory_order_relaxed) < kMarkedNs;
+    return under_way_.empty() && over_.empty() && !marked && !is_ordered();
+  }
+
+  // Often while times are ordered; else a few times in an iteration, as events wait for us.
+  void sleep_a_little() noexcept {
+    std::uint64_t us = std::min<std::uint64_t>(period_ns_ / 8000, kLongestLookUs);
     {
       const std::lock_guard<std::mutex> guard(lock_);
-      made.handle = std::exchange(wanted_, nullptr);
+      if (under_way_.empty() && over_.empty() && current_ == nullptr) us = std::max<std::uint64_t>(us, kIdleLookUs);
     }
-    if (made.handle == nullptr || cuda().set_context(made.handle) != 0) return;
-    if (cuda().make_stream(&made.stream, Driver::kNonBlocking) != 0) made.stream = nullptr;
-    std::vector<Span*> spans;
-    while (made.stream != nullptr && spans.size() < kSpans) {
-      auto span = std::make_unique<Span>();
-      if (cuda().make_event(&span->from, 0) != 0 || cuda().make_event(&span->to, 0) != 0) break;
-      spans.push_back(span.release());  // kept for the process's life
-    }
-    const std::lock_guard<std::mutex> guard(lock_);
-    contexts_.push_back(std::move(made));
-    for (Span* span : spans) span->context = &contexts_.back();
-    free_.insert(free_.end(), spans.begin(), spans.end());
-    free_.reserve(contexts_.size() * kSpans);
-    under_way_.reserve(contexts_.size() * kSpans);
-  } catch (...) {
+    usleep(is_ordered() ? kLookUs : std::max(static_cast<unsigned>(us), kLookUs));
   }
 
-  // A base of now for each context that has none or an old one. An empty stream's event comes at once.
-  void renew() noexcept try {
-    const std::uint64_t now = ring::monotonic_ns();
-    for (Context& context : contexts_) {  // only this thread changes them
-      if (context.stream == nullptr || (!context.bases.empty() && now - context.bases.back().ns < kBaseNs)) continue;
-      Base made{take_base(context), 0, 0};
-      if (made.event == nullptr || !lay_against_clock(made, context)) continue;
-      const std::lock_guard<std::mutex> guard(lock_);
-      context.bases.push_back(made);
+  void done(Span* span) noexcept {
+    if (span->iteration != nullptr) {
+      span->iteration->blocked_ns += span->took_ns;
+      leave(span->iteration, span->unread);
     }
-  } catch (...) {
+    events_.give_back(span);
   }
 
-  // Between two looks at the clock; again where we were kept from looking, and content with less each time.
-  bool lay_against_clock(Base& base, const Context& context) noexcept {
-    std::uint64_t close = 100'000;
-    for (int tries = 0; tries < 10; ++tries, close *= 2) {
-      const std::uint64_t before = ring::monotonic_ns();
-      if (cuda().set_context(context.handle) != 0 || cuda().record(base.event, context.stream) != 0 || cuda().wait(base.event) != 0)
-        return false;
-      const std::uint64_t after = ring::monotonic_ns();
-      base.ns = before + (after - before) / 2;
-      if (after - before < close) break;
-    }
-    return true;
-  }
-
-  // The event of a base that nobody uses any more, else a new one.
-  Handle take_base(Context& context) {
-    {
-      const std::lock_guard<std::mutex> guard(lock_);
-      if (context.bases.size() > 1 && context.bases.front().users == 0) {
-        Handle event = context.bases.front().event;
-        context.bases.pop_front();
-        return event;
-      }
-    }
-    Handle event = nullptr;
-    return cuda().set_context(context.handle) == 0 && cuda().make_event(&event, 0) == 0 ? event : nullptr;
-  }
-
-  // Whether it is over; its operations have their times then.
+  // Whether it is over; its records have their times then.
   bool read(Span* span) noexcept {
-    if (cuda().set_context(span->context->handle) != 0) return fail(span);
+    if (off_) return unread(span);
+    if (cuda().set_context(span->context->handle) != 0) return unread(span);
     const int state = cuda().query(span->to);
     if (state == Driver::kNotReady) return false;
-    float from = 0, to = 0;
-    if (state != 0 || cuda().elapsed(&from, span->base->event, span->from) != 0 ||
+    float from = 0, to = 0, took = 0;
+    if (state != 0 || cuda().elapsed(&took, span->from, span->to) != 0 || cuda().elapsed(&from, span->base->event, span->from) != 0 ||
         cuda().elapsed(&to, span->base->event, span->to) != 0)
-      return fail(span);
-    const auto at = [span](float ms) {
-      return static_cast<std::uint64_t>(static_cast<std::int64_t>(span->base->ns) + static_cast<std::int64_t>(ms * 1e6));
-    };
+      return unread(span);
+    const std::uint64_t began = at(*span->base, from), ended = at(*span->base, to);
+    span->took_ns = ns_of(took);
     for (ring::Operation& operation : span->operations) {
-      operation.waiting_at(at(from));
-      operation.finish_at(false, at(to));
+      operation.waiting_at(began);
+      operation.finish_at(false, ended);
     }
+    if (span->host_ns != 0) write(Device::wait, span->group, kNobody, 0, span->host_ns, began, ended);
     return true;
   }
 
-  static bool fail(Span* span) noexcept {
+  bool unread(Span* span) noexcept {
+    fail("CUDA has reported an error");
     for (ring::Operation& operation : span->operations) operation.finish(true);
+    span->unread = true;
     return true;
+  }
+
+  // The oldest iteration of which all has been read; it is not in the list any more.
+  Iteration* next_over() noexcept {
+    Iteration* one = nullptr;
+    {
+      const std::lock_guard<std::mutex> guard(lock_);
+      if (over_.empty() || over_.front()->pending != 0) return nullptr;
+      one = over_.front();
+    }
+    if (!one->spoilt && !off_ && cuda().set_context(one->to->context->handle) == 0 &&
+        cuda().query(one->to->from) == Driver::kNotReady)
+      return nullptr;
+    const std::lock_guard<std::mutex> guard(lock_);
+    over_.pop_front();
+    return one;
+  }
+
+  // Writes the iteration to the ring, and learns from it how often one may be measured.
+  void tell(Iteration* one) noexcept {
+    float ms = 0, end_ms = 0;
+    const Span *from = one->from, *to = one->to;
+    if (!one->spoilt && !off_) {
+      if (cuda().set_context(to->context->handle) != 0 || cuda().query(to->from) != 0 ||
+          cuda().elapsed(&ms, from->from, to->from) != 0 || cuda().elapsed(&end_ms, to->base->event, to->from) != 0) {
+        fail("CUDA has reported an error");
+      } else {
+        const std::uint64_t period = ns_of(ms);
+        const std::uint64_t ended = std::max(at(*to->base, end_ms), from->host_ns + period);
+        const bool seen = one->replays == 0;
+        write(seen ? Device::iteration : Device::blind, -1, static_cast<std::int32_t>(one->number),
+              seen ? one->blocked_ns : one->replays, from->host_ns, ended - period, ended);
+        learn(*one, period, std::max(period, to->host_ns - from->host_ns));
+      }
+    }
+    const std::lock_guard<std::mutex> guard(lock_);
+    for (Span* mark : {one->from, one->to})
+      if (mark != nullptr && --mark->users == 0) events_.give_back(mark);
+    spare_.push_back(one);
+  }
+
+  void learn(const Iteration& one, std::uint64_t period, std::uint64_t paced) noexcept {
+    period_ns_ = paced;
+    const std::uint64_t allowed = std::max<std::uint64_t>(period / kShare, 1);
+    const auto rare = [](std::uint64_t least) {
+      std::uint64_t power = 1;
+      while (power < least && power < kMostRare) power *= 2;
+      return power;
+    };
+    const std::uint64_t main = (one.events * kEventNs + allowed - 1) / allowed;
+    const std::uint64_t often = (kEveryNs + paced - 1) / std::max<std::uint64_t>(paced, 1);
+    rare_ = rare(std::max(main, often));
+    if (one.calls) calls_rare_ = std::max(rare((one.others * kEventNs + allowed - 1) / allowed), rare_.load());
+  }
+
+  // A record of what is over.
+  static void write(Device what, std::int16_t group, std::int32_t number, std::uint64_t bytes, std::uint64_t start_ns,
+                    std::uint64_t began, std::uint64_t ended) noexcept {
+    ring::Writer* writer = recording();
+    if (writer == nullptr) return;
+    ring::Operation operation;
+    writer->start(operation, static_cast<std::uint8_t>(ring::Kind::device), static_cast<std::uint8_t>(what), group, number, bytes,
+                  kEnqueued | kTimed, 0, start_ns);
+    operation.waiting_at(began);
+    operation.finish_at(false, ended);
   }
 
   std::string path_;
-  std::mutex lock_;  // never held in a call of CUDA's: callers take it
+  std::mutex lock_;  // never held in a call of CUDA's that may block: callers take it
+  Events events_{lock_};
   bool runs_ = false;
-  std::atomic<bool> stopped_{false};
-  Handle wanted_ = nullptr;
-  std::deque<Context> contexts_;
-  std::vector<Span*> free_, under_way_;
+  std::atomic<bool> stopped_{false}, off_{g_device_off};
+  std::vector<Span*> under_way_;
+  std::atomic<std::uint64_t> rare_{1}, calls_rare_{1}, marked_ns_{0};
+  std::uint64_t first_ = 1, newest_ = 0, period_ns_ = 0;
+  Iteration iterations_[64];  // the host may be so far ahead
+  Iteration* current_ = nullptr;
+  std::deque<Iteration*> over_;
+  std::vector<Iteration*> spare_ = [this] {
+    std::vector<Iteration*> all;
+    for (Iteration& one : iterations_) all.push_back(&one);
+    return all;
+  }();
 };
 
 Timing& timing() {

@@ -81,11 +81,12 @@ class Writer {
   }
 
   // Publishes the start of an operation. Never fails: without a slot it counts a drop. Never blocks, but the first operation
-  // of a stream waits while another thread of this writer enters something into a table.
+  // of a stream waits while another thread of this writer enters something into a table. `at_ns`: when it started, if that
+  // is over.
   void start(Operation& operation, std::uint8_t kind, std::uint8_t op, std::int16_t group, std::int32_t peer,
-             std::uint64_t bytes, std::uint16_t flags, std::uint32_t site) noexcept {
+             std::uint64_t bytes, std::uint16_t flags, std::uint32_t site, std::uint64_t at_ns = 0) noexcept {
     if (!writable()) return;
-    const std::uint64_t now = monotonic_ns();
+    const std::uint64_t now = at_ns != 0 ? at_ns : monotonic_ns();
     operation.writer_ = this;
     operation.start_ns_ = now;
     operation.seq_ = next_seq(operation, kind, op, group, peer, now);
@@ -251,7 +252,7 @@ class Writer {
   std::uint32_t next_seq(Operation& operation, std::uint8_t kind, std::uint8_t op, std::int16_t group, std::int32_t peer,
                          std::uint64_t now) noexcept {
     if (kind == static_cast<std::uint8_t>(Kind::phase)) return phases_[op].fetch_add(1, relaxed) + 1;
-    if (group < 0 || kind == static_cast<std::uint8_t>(Kind::communicator)) return 0;
+    if (group < 0 || kind >= static_cast<std::uint8_t>(Kind::communicator)) return 0;
     const std::uint64_t key = stream_key(kind, op, group, peer);
     Stream* stream = find_stream(key);
     operation.stream_ = stream;

@@ -167,7 +167,7 @@ inline std::uint64_t header_check(std::uint64_t records, std::uint64_t total_byt
   return fnv1a(words, sizeof words);
 }
 
-enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3, communicator = 4 };
+enum class Kind : std::uint8_t { collective = 1, p2p = 2, phase = 3, communicator = 4, device = 5 };
 constexpr std::uint8_t kOpSend = 10;
 constexpr std::uint8_t kOpRecv = 11;
 constexpr std::uint16_t kFlagFailed = 4;

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from keepstep.agent.ranks.event_buffer import Rows
-from keepstep.agent.ranks.host_ring import HostRing, process_groups, save_rings
+from keepstep.agent.ranks.host_ring import HostRing, groups_there, key_of, process_groups, save_rings
 from keepstep.agent.ranks.states import (
     know_device,
     loop_left,
@@ -58,9 +58,8 @@ _CLOSE_LOOK_S = 0.2  # age of the last sample of the sockets above which a reque
 _MOST_TOGETHER = 1024  # most iterations that are taken together, however short
 _EARLY_STEPS, _EARLY_EVERY = 30, 2  # The first steps of an incarnation, and how many a heartbeat is sent for.
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
-_STARTING_NS = (
-    30_000_000_000  # a hang in the start-up is told so often: the others may come to wait for it later
-)
+# A hang in the start-up is told so often: others may come to wait for it later.
+_STARTING_NS = 30_000_000_000
 _SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
@@ -106,9 +105,7 @@ class NodeAgent:
         self._notices: tuple[str, ...] = ()  # what the operator is told
         self._save_again_ns = 0  # when rings are saved that could not be; 0: none
         self._sequence = 0
-        self._told: dict[
-            tuple[str, tuple[int, ...]], int
-        ] = {}  # groups that were sent, and of which rank they came
+        self._told: dict[tuple[str, tuple[int, ...]], int] = {}  # groups that were sent, and by which rank
         self._tracks = {ring.rank: ring for ring in self._rings}
         self._pages = RankPages(orders or {})
         self._holding = Holding(self._pages, node_rank, self._steps_at_end_of)
@@ -327,7 +324,14 @@ class NodeAgent:
         """Release held ranks, and write the rest of the log."""
         self._holding.release()
         self._pages.close()
+        for ring in self._rings:
+            self._note_iterations(ring, ring.track.rest())
+        self._log_steps()
         self._log.close()
+
+    def _note_iterations(self, ring: WatchedRing, found: Iterable[tuple[IterationSummary, int]]) -> None:
+        if (header := ring.header) is not None:
+            self._ended.extend((one, header.unix_s(one.start_s), count) for one, count in found)
 
     def _poll_ring(self, ring: WatchedRing, now_ns: int) -> bool:
         if ring.reader is None:
@@ -347,11 +351,12 @@ class NodeAgent:
         ring.track.cutter.first_step = header.first_step
         batch = ring.reader.poll()
         track = ring.track
-        taken = track.take(batch.started, batch.finished, batch.lost, now_ns, ring.reader.groups)
+        records = batch.started, batch.finished, batch.lost
+        taken = track.take(*records, now_ns, ring.reader.groups, ring.reader.measured)
         if len(track.groups) > ring.groups:
             for message in self._new_groups(ring):
                 self._send(message)
-        self._ended.extend((one, header.unix_s(one.start_s), count) for one, count in taken.iterations)
+        self._note_iterations(ring, taken.iterations)
         for finding in taken.findings:
             self._send(Found(finding))
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
@@ -390,6 +395,7 @@ class NodeAgent:
             self._send(Found(replace(hung, kind="resumed", time_s=time.monotonic())))
         if ring.header is not None:
             ring.reader = HostRing(ring.path)
+            self._note_iterations(ring, ring.track.rest())
             self._log_steps()
             self._log.flush()
         now_s = time.monotonic()
@@ -422,8 +428,8 @@ class NodeAgent:
         """A message with groups of the rank that no other rank of this node has reported, if there are any."""
         fresh = tuple(
             group
-            for group in process_groups(ring.track.groups[ring.groups :])
-            if self._told.setdefault((group.name, group.members), ring.rank) == ring.rank
+            for group in groups_there(ring.track.groups[ring.groups :])
+            if self._told.setdefault(key_of(group), ring.rank) == ring.rank
         )
         ring.groups = len(ring.track.groups)
         return [Groups(ring.rank, fresh)] if fresh else []

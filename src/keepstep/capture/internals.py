@@ -22,6 +22,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 NATIVE_C10D = cast(ModuleType, torch._C._distributed_c10d)
 LOADER_ITERATOR: Any = dataloader._BaseDataLoaderIter
 
+# The number of this thread's GPU, and the handle of its present stream by that; None: this version lacks them.
+CURRENT_DEVICE: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+CURRENT_STREAM: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 STAGE_MODULE = "torch.distributed.pipelining.stage"
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from keepstep.capture import device_mark
 from keepstep.capture.evaluation import Evaluation
 from keepstep.capture.hold import COUNT, ORDER, Hold
 from keepstep.capture.internals import (
@@ -47,6 +48,7 @@ class Phases:
         self._patches = patches
         self._evaluation = Evaluation(recorder)
         self._hold = Hold(recorder)
+        self._mark: device_mark.Mark | None = None
         self._backward: Operation | None = None
         self._stepped_in_backward = False
         # Id of the optimizer, `backwards` then, and record.
@@ -184,6 +186,8 @@ class Phases:
 
     def _end_step(self, operation: Operation) -> None:
         operation()
+        if self._mark is not None:
+            self._mark(operation.seq)
         words = self._hold.words
         words[COUNT] = operation.seq
         if words[ORDER]:
@@ -201,6 +205,7 @@ class Phases:
         self._modules = len(sys.modules)
         self._evaluation.trained = True
         self._hold.open()
+        self._mark = self._mark or device_mark.find()
         self._watch_saving()
         self._watch_stages()
         self._watch_compiling()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ _MOST_MEMBERS = 16_000_000  # most members in all groups together
 _CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
 _MOST_ENDPOINTS = 4  # addresses kept for probes of one node
+_PLACE = re.compile(r"rank (\d{1,8}) of (\d{1,8})\b")  # what the NCCL shim says of a communicator
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
 
@@ -60,6 +62,10 @@ class Cluster:
         self._expected_nodes = expected_nodes
         self.nodes: dict[int, Node] = {}
         self.groups: dict[str, GroupInfo] = {}
+        self.communicators: dict[str, GroupInfo] = {}  # of NCCL, with all their members
+        self._places: dict[
+            str, dict[int, int]
+        ] = {}  # ranks by their place in those that are not complete yet
         self.node_of: dict[int, str] = {}  # node names by rank
         self.world_size = 0  # ranks by the rank table; 0 when that is not known
         self.newest_step = -1
@@ -129,9 +135,16 @@ class Cluster:
             self.node_of.clear()
             self._home.clear()
 
-    def learn_groups(self, groups: Iterable[GroupInfo]) -> None:
-        """Keep groups that are not known yet, up to a bound; of several with one name the first is kept."""
+    def learn_groups(self, groups: Iterable[GroupInfo], rank: int = -1) -> None:
+        """Keep groups that are not known yet, up to a bound; of several with one name the first is kept.
+
+        ``rank``: who told of them. Of a communicator each member may know only its own place: it is kept once all
+        places are known.
+        """
         for group in groups:
+            if group.is_communicator:
+                self._join(group, rank)
+                continue
             if group.name in self.groups:
                 continue
             if len(self.groups) >= _MOST_GROUPS or self._members + len(group.members) > _MOST_MEMBERS:
@@ -139,6 +152,23 @@ class Cluster:
                 continue
             self._members += len(group.members)
             self.groups[group.name] = group
+
+    def _join(self, group: GroupInfo, rank: int) -> None:
+        if group.name in self.communicators:
+            return
+        members, told = group.members, _PLACE.match(group.desc)
+        if not members and told is not None:
+            place, size = int(told[1]), int(told[2])
+            if place >= size or self._members + size > _MOST_MEMBERS or len(self._places) >= _MOST_GROUPS:
+                return
+            places = self._places.setdefault(group.name, {})
+            places[place] = rank
+            if len(places) == size:
+                members = tuple(places[one] for one in range(size)) if max(places) < size else ()
+                del self._places[group.name]
+        if members and len(self.communicators) < _MOST_GROUPS:
+            self._members += len(members)
+            self.communicators[group.name] = replace(group, members=members)
 
     def leave(self, finding: Finding) -> None:
         """Note that a rank has ended with exit code 0."""
@@ -162,6 +192,8 @@ class Cluster:
         self.overdue_nodes = 0
         self.left.clear()
         self.groups.clear()
+        self.communicators.clear()
+        self._places.clear()
         self._members = 0
 
     @property

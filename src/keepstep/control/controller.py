@@ -465,7 +465,7 @@ class Controller:
     # --- who handles what -----------------------------------------------------------------------------------------
 
     _FROM_ANYBODY: ClassVar[_Handlers] = {
-        Groups: lambda self, _, message, now_s: self.cluster.learn_groups(message.groups),
+        Groups: lambda self, _, message, now_s: self.cluster.learn_groups(message.groups, message.rank),
         Recovered: lambda self, _, message, now_s: self.cases.recovered(message.recovery, now_s),
         Found: _found,
         Locate: _locate,

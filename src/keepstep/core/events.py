@@ -19,6 +19,22 @@ class Kind(IntEnum):
     P2P = 2
     PHASE = 3
     COMMUNICATOR = 4  # an event in the life of a communicator of the device's library; ``op`` is a Life
+    DEVICE = 5  # something that the NCCL shim has measured on the compute stream of a GPU; ``op`` is a Device
+
+
+class Device(IntEnum):
+    """What was measured on the GPU; the ``op`` of a DEVICE record, which is written when that is over.
+
+    An ITERATION lasts from one optimizer step's end to the next; its ``peer`` is how many steps the rank had made at
+    its end, its ``bytes`` for how many nanoseconds communication blocked the compute stream. ``start_ns`` is when the
+    host put the first boundary onto the stream, ``wait_ns`` and ``end_ns`` are when the GPU came to the two. A WAIT is
+    one such time; its group is that of the communication. A BLIND iteration replayed ``bytes`` CUDA graphs: what
+    communicates in them is not seen, so that it is not known how long that blocked.
+    """
+
+    ITERATION = 1
+    WAIT = 2
+    BLIND = 3
 
 
 class Op(IntEnum):

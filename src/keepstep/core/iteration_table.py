@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.core.summary import IterationSummary, StreamSummary
+from keepstep.core.events import MESSAGES
+from keepstep.core.summary import COMMUNICATORS, GroupInfo, IterationSummary, StreamSummary
 
 Rows = NDArray[Any]  # structured
 _SUMS = tuple(
@@ -129,6 +130,27 @@ class IterationTable(Sequence[IterationSummary]):
     def of_ranks(self, ranks: Collection[int]) -> IterationTable:
         """The rows of some ranks."""
         return self.where(np.isin(self.rows["rank"], np.fromiter(ranks, np.int64)))
+
+    def with_ranks_of_the_job(self, communicators: Mapping[str, GroupInfo]) -> IterationTable:
+        """The table with ranks of the job as peers of messages in these groups, where they are places in the group.
+
+        Messages to and from peers that are not known are left out.
+        """
+        owners, streams = self.flat()
+        known = np.ones(len(streams), np.bool_)
+        messages = np.isin(streams["op"], [int(op) for op in MESSAGES])
+        for number, name in enumerate(self.names):
+            here = messages & (streams["group"] == number) & name.startswith(COMMUNICATORS)
+            if not here.any():
+                continue
+            members = np.array(communicators[name].members if name in communicators else (), np.int64)
+            peers = streams["peer"][here]
+            there = (peers >= 0) & (peers < len(members))
+            known[here] = there
+            streams["peer"][here] = members[np.where(there, peers, 0)] if len(members) else -1
+        rows: Rows = np.array(self.rows)
+        rows["streams"] = np.bincount(owners[known], minlength=len(rows))
+        return IterationTable.of(rows, [len(rows)], [streams[known].tobytes()], [tuple(self.names)])
 
     def newest_steps(self) -> IterationTable:
         """The rows of the newest two steps, or of the newest one in a large job: enough to tell what groups are for."""

@@ -10,6 +10,13 @@ from typing import Literal
 
 from keepstep.core.events import HOST_BACKENDS
 
+COMMUNICATORS = "nccl-"
+"""How the names of NCCL's communicators begin, which the shim gives them."""
+
+
+HOST_BOUND = 0.05
+"""Part of an iteration by which the host is ahead at its end at least, where the GPU does not wait for the host."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
@@ -19,6 +26,14 @@ class GroupInfo:
     members: tuple[int, ...]  # global ranks, in group order
     backend: str = ""  # "gloo", or by device "cpu:gloo,cuda:nccl"; empty where it is not known
     desc: str = ""
+
+    @property
+    def is_communicator(self) -> bool:
+        """Whether the NCCL shim has seen it made: it is none of torch's process groups, though it may serve one.
+
+        Where its members do not follow from what one rank knows, each member says which place it has in ``desc``.
+        """
+        return self.backend == "nccl"
 
     @property
     def records_waits(self) -> bool:
@@ -53,7 +68,8 @@ class IterationSummary:
 
     ``self_s`` is the time in which the rank waited for nobody: the iteration less the union of its waits (operations
     it was blocked in; operations in flight where blocking cannot be told from overlap) and less evaluation and
-    checkpoint.
+    checkpoint. Where ``ahead_s`` is not negative, duration, own time and streams are those of the rank's GPU: it
+    waited while communication blocked its compute stream.
     """
 
     rank: int
@@ -68,6 +84,9 @@ class IterationSummary:
     gc_s: float = 0.0
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
+    ahead_s: float = (
+        -1.0
+    )  # how far the host was ahead of its GPU at the end; below 0: all times are the host's
     streams: tuple[StreamSummary, ...] = ()
 
 

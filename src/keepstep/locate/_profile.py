@@ -14,7 +14,7 @@ from keepstep.core.summary import IterationSummary
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-FIELDS = ("duration_s", "self_s", "blocked_s", "data_s", "backward_s", "optimizer_s", "gc_s")
+FIELDS = ("duration_s", "self_s", "blocked_s", "data_s", "backward_s", "optimizer_s", "gc_s", "ahead_s")
 MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
 
 
@@ -31,6 +31,7 @@ class Profile:
     backward_s: Floats
     optimizer_s: Floats
     gc_s: Floats
+    ahead_s: Floats  # of the host before the GPU at the end; below 0: the times are the host's
     noise_s: Floats  # robust standard deviation of self_s from iteration to iteration
 
     def at(self, ranks: Ints) -> Profile:

@@ -18,7 +18,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import HostCause, IterationSummary
+from keepstep.core.summary import HOST_BOUND, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._slow_links import (
@@ -66,6 +66,16 @@ class _Growth:
     @property
     def ranks(self) -> Ints:
         return self.after.ranks
+
+    @property
+    def on_gpu(self) -> NDArray[np.bool_]:
+        """Whose times are those of the rank's GPU."""
+        return self.after.ahead_s >= 0
+
+    @property
+    def follows_host(self) -> NDArray[np.bool_]:
+        """Which ranks' GPUs are done when the host has called what they do: they wait for the host."""
+        return self.on_gpu & (self.after.ahead_s < HOST_BOUND * self.after.duration_s)
 
     @property
     def share(self) -> Floats:
@@ -271,6 +281,8 @@ def _diagnosis(
     last = True
     if len(chosen):
         last, told = arrival_evidence(evidence, int(growth.ranks[chosen[0]]))
+        # The host's calls were looked at as they were made; on the GPU it takes both witnesses to be sure.
+        last = last and (bool(told) or not growth.on_gpu[chosen[0]])
         lines = _self_evidence(growth, chosen) + told
     culprits = [_culprit(evidence, growth, int(position), stages, last) for position in chosen]
     if growth.before is None:
@@ -291,6 +303,8 @@ def _culprit(
     details: list[str] = []
     if rank in stages:
         details.append(f"pipeline stage {stages[rank]}")
+    if growth.follows_host[position]:
+        details.append("its GPU waits for the host")
     host = _host_cause(evidence, rank)
     if host is not None:
         lost_s = host.share * growth.job_after_s
@@ -310,6 +324,8 @@ def _culprit(
 
 def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
     """Where in the step the rank's own time grew, and the cause that this suggests."""
+    if growth.on_gpu[position] and not growth.follows_host[position]:
+        return "", "compute on the GPU"
     if growth.before is None:
         return "", "compute"
     gain = float(growth.gain_s[position])

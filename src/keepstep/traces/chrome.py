@@ -14,12 +14,17 @@ from typing import Any
 
 import msgspec
 
-from keepstep.core.events import Flag, Kind, Life, Op, Phase
+from keepstep.core.events import Device, Flag, Kind, Life, Op, Phase
 from keepstep.core.group_names import shown_name
 from keepstep.core.summary import GroupInfo
 
 _OPS = {int(op): op.name for op in Op}
 _LIVES = {int(op): op.name for op in Life}
+_DEVICES = {
+    int(Device.ITERATION): ("iterations", "iteration"),
+    int(Device.WAIT): ("waits for communication", "wait"),
+    int(Device.BLIND): ("iterations", "iteration with graphs"),
+}
 _PHASES = {int(phase): phase.title for phase in Phase}
 
 
@@ -68,6 +73,8 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
             track, name = "phases", _PHASES.get(op, f"phase {op}")
         elif kind == Kind.COMMUNICATOR:
             track, name = "communicators", _LIVES.get(op, f"call {op}")
+        elif kind == Kind.DEVICE:
+            track, name = _DEVICES.get(op, ("measured", f"kind {op}"))
         else:
             group = int(row["group"])
             known = shown_name(groups[group].name) if 0 <= group < len(groups) else str(group)

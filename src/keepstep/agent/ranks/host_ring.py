@@ -1,8 +1,8 @@
-"""Reads a ring as the agent needs it, without the records of the NCCL shim.
+"""Reads a ring as the agent needs it, with the records of the NCCL shim apart.
 
 The shim records the same operations as the probe a second time, and its records end when the call returns, not when the
-transfer ends. Taken for transfers they would spoil clocks, streams and waits. Saved rings and
-``keepstep.ring.RingReader`` have them.
+transfer ends. Taken for transfers they would spoil clocks, streams and waits. Those that have the GPU's times are kept
+apart for `keepstep.agent.ranks.device_times`. Saved rings and ``keepstep.ring.RingReader`` have all of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from keepstep.ring import RETIRED, Batch, RingReader
 
 logger = logging.getLogger("keepstep.agent")
 
-# Backend of the shim's communicators in the ring; process groups have, for example, "cuda:nccl".
-BACKEND = "nccl"
-_ENQUEUED = int(Flag.ENQUEUED)
+_ENQUEUED, _TIMED = int(Flag.ENQUEUED), int(Flag.TIMED)
 
 
 class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     _calls: tuple[int, LastCalls] | None = None
+    measured: Any = None  # of the latest poll: what the shim has measured on the GPU, and has ended
 
     def last_calls(self, progress: int) -> LastCalls:
         """The last collectives. ``progress``: a number that changes with every record, so that these are kept by it."""
@@ -39,6 +38,7 @@ class HostRing(RingReader):
 
     def poll(self) -> Batch:
         batch = super().poll()
+        self.measured = batch.finished[(batch.finished["flags"] & _TIMED) != 0]
         return Batch(_judged(batch.started), _judged(batch.finished), batch.lost, batch.unfinished)
 
     def snapshot(self) -> Any:
@@ -49,17 +49,24 @@ class HostRing(RingReader):
 
     def streams(self) -> Any:
         rows: Any = super().streams()
-        theirs = [place for place, group in enumerate(self.groups()) if group.backend == BACKEND]
+        theirs = [place for place, group in enumerate(self.groups()) if group.is_communicator]
         return rows[[group not in theirs for group in rows["group"].tolist()]] if theirs else rows
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
     """The process groups of torch that are there, among those of a ring: neither the NCCL shim's nor ``SET_UP``."""
-    return [
-        group
-        for group in groups
-        if group.backend != BACKEND and group.name != SET_UP and group is not RETIRED
-    ]
+    return [group for group in groups_there(groups) if not group.is_communicator]
+
+
+def groups_there(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
+    """The process groups of torch that are there, and the communicators that the NCCL shim has seen made."""
+    return [group for group in groups if group.name != SET_UP and group is not RETIRED]
+
+
+def key_of(group: GroupInfo) -> tuple[str, tuple[int, ...]]:
+    """The same for groups of which the controller needs to be told only once."""
+    partly = group.is_communicator and not group.members  # then each member tells its own place
+    return f"{group.name} {group.desc}" if partly else group.name, group.members
 
 
 def save_rings(readers: Mapping[int, HostRing], folder: Path) -> tuple[int, bool]:

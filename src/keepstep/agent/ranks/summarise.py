@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows
-from keepstep.agent.ranks.intervals import Times, Union, clipped
+from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
 from keepstep.core.events import Flag, Kind, Op, Phase
-from keepstep.core.summary import BlockKind, BlockSummary, IterationSummary, StreamSummary
+from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary
 
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
@@ -124,6 +124,16 @@ def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool
         groups = operations["group"]
         certain |= asynchronous & np.isin(groups, groups[asynchronous & seen])
     return certain
+
+
+def streams_of(
+    operations: Rows, start_ns: int, end_ns: int, groups: Mapping[int, GroupInfo]
+) -> tuple[StreamSummary, ...]:
+    """The streams of operations that lasted from their start to their end, in an iteration without pauses."""
+    start_ns = min(start_ns, int(operations["start_ns"].min(initial=start_ns)))
+    cut = Cut(0, start_ns, end_ns, operations, NOTHING)
+    names = {number: group.name for number, group in groups.items()}
+    return _streams(operations, operations["start_ns"], operations["end_ns"], cut, names)
 
 
 def _streams(

@@ -11,6 +11,7 @@ import numpy as np
 from keepstep.agent.ranks.clocks import ClockSampler
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.device_calls import has_device_groups
+from keepstep.agent.ranks.device_times import DeviceTimes
 from keepstep.agent.ranks.event_buffer import Rows, joined
 from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
@@ -53,6 +54,7 @@ class RankTrack:
         together: how many iterations were cut together last.
         steps: how many iterations it has made since this agent has followed it.
         standing: the findings that still hold, by kind.
+        device: iterations as the rank's GPU has them, where they are measured.
         failed: the latest operations that ended with an error, and after which none was entered that ended well.
     """
 
@@ -73,6 +75,8 @@ class RankTrack:
         self.cutter = IterationCutter(records)
         self._cuts: deque[Cut] = deque()  # the latest iterations with their records
         self._cut_rows = self._cut_steps = 0  # how many records and iterations they have
+        self.device = DeviceTimes()
+        self._on_device = False  # the iterations that count are the GPU's
         self.watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
         self._renumbered = 0
@@ -91,9 +95,17 @@ class RankTrack:
         return phase, since_ns or self.last_progress_ns
 
     def take(
-        self, started: Rows, finished: Rows, lost: int, now_ns: int, groups: Callable[[], Sequence[GroupInfo]]
+        self,
+        started: Rows,
+        finished: Rows,
+        lost: int,
+        now_ns: int,
+        groups: Callable[[], Sequence[GroupInfo]],
+        measured: Rows | None = None,
     ) -> Taken:
         """Take a batch of the ring. ``groups()`` is called if a record names a group that is not known yet.
+
+        ``measured``: what the NCCL shim has measured on the GPU, and has ended.
 
         The first batch may hold the past of a rank that an earlier agent has watched, so only findings that still hold
         at its end are returned.
@@ -106,21 +118,28 @@ class RankTrack:
                 self._count(started, finished)
             if len(started):
                 self.thread = int(started["thread"][-1])
-                if int(started["group"].max()) >= len(self.groups):
-                    self.know_groups(groups())
+                self._learn_groups(started, groups)
             if len(finished):
                 self.clock.take(finished)
                 self._learn_phases(finished)
         self.lost += lost
-        for cut in self.cutter.feed(started, finished, lost, now_ns):
-            self._iteration(cut, now_ns, taken)
+        if measured is not None and len(measured):
+            self._learn_groups(measured, groups)
+            self.device.take(measured)
+        cuts = self.cutter.feed(started, finished, lost, now_ns)
+        if self.device.active != self._on_device:
+            self._on_device = self.device.active
+            self._forget_iterations()  # the host's times and the GPU's are not to be compared
+        for cut in cuts:
+            self._cut(cut)
+        numbered = dict(enumerate(self.groups))
+        for cut, summary, on_device in self.device.drain(now_ns, numbered):
+            self._iteration(cut, summary, on_device, now_ns, taken)
         if self.cutter.renumbered != self._renumbered:
             self._renumbered = self.cutter.renumbered
-            self._history.clear()
+            self._forget_iterations()
             self._cuts.clear()
             self._cut_rows = self._cut_steps = 0
-            self.watch.forget_iterations()
-            self.standing.pop("slow", None)
         self._note(taken.findings)
         if not self._caught_up:
             self._caught_up = True
@@ -157,7 +176,10 @@ class RankTrack:
         return found + [
             summarise(cut, self.rank, self._names)
             for several in self._cuts
-            if several.steps > 1 and several.step >= first_step and several.first_step <= last_step
+            if not self._on_device
+            and several.steps > 1
+            and several.step >= first_step
+            and several.first_step <= last_step
             for cut in several.singles()
             if first_step <= cut.step <= last_step
         ]
@@ -167,7 +189,7 @@ class RankTrack:
         return [
             block
             for several in self._cuts
-            if several.step >= first_step and several.first_step <= last_step
+            if not self._on_device and several.step >= first_step and several.first_step <= last_step
             for cut in several.singles()
             if first_step <= cut.step <= last_step
             for block in blocks_of(cut, self.rank)
@@ -227,6 +249,10 @@ class RankTrack:
         latest = list(self._cuts)[-_CUTS_COMPARED:]
         return {same for cut in latest for same in cut.rows[USUAL].tolist()}
 
+    def _learn_groups(self, rows: Rows, groups: Callable[[], Sequence[GroupInfo]]) -> None:
+        if int(rows["group"].max()) >= len(self.groups):
+            self.know_groups(groups())
+
     def _count(self, started: Rows, finished: Rows) -> None:
         """Count records as progress: none while the rank winds up after an operation that failed, no phase that did."""
         finished = finished[(finished["flags"] & _FAILED) == 0]
@@ -257,16 +283,34 @@ class RankTrack:
                 longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
                 self.watch.hang.lasted(Phase(code), min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
-    def _iteration(self, cut: Cut, now_ns: int, taken: Taken) -> None:
-        summary = summarise(cut, self.rank, self._names)
-        self.latest = summary
+    def rest(self) -> list[tuple[IterationSummary, int]]:
+        """The iterations that still wait for their times on the GPU, each with how many were taken together."""
+        drained = self.device.drain(None, dict(enumerate(self.groups)))
+        return [(summary, cut.steps) for cut, summary, _ in drained]
+
+    def _forget_iterations(self) -> None:
+        self._history.clear()
+        self.watch.forget_iterations()
+        self.standing.pop("slow", None)
+
+    def _cut(self, cut: Cut) -> None:
+        """Take an iteration as the host has it."""
         self.steps += cut.steps
         self.together = cut.steps
-        taken.iterations.append((summary, cut.steps))
         if cut.whole:
-            if cut.steps == 1:
-                self._history.append(summary)
             self._keep(cut)
+        self.device.add(cut, summarise(cut, self.rank, self._names))
+
+    def _iteration(
+        self, cut: Cut, summary: IterationSummary, on_device: bool, now_ns: int, taken: Taken
+    ) -> None:
+        """Take an iteration of which all is known. While the GPU is measured, only its times are a measure."""
+        taken.iterations.append((summary, cut.steps))
+        if on_device != self._on_device:
+            return
+        self.latest = summary
+        if cut.whole and (cut.steps == 1 or on_device):
+            self._history.append(summary)
         if not cut.warm_up:
             found = self.watch.iteration(
                 cut.first_step, summary.duration_s, summary.self_s, now_ns * 1e-9, cut.steps

@@ -1,4 +1,4 @@
-"""The ring of one rank as its agent knows it, with the process that writes it."""
+"""What the agent keeps of one rank: its ring, the process that writes it, and what was made of its records."""
 
 from __future__ import annotations
 

@@ -58,6 +58,8 @@ class Desk:
         groups = self.cluster.groups
         if "states" in known:
             groups = {SET_UP: GroupInfo(SET_UP, tuple(range(self.cluster.known_ranks))), **groups}
+        else:  # what GPUs transfer, they transfer in communicators
+            groups = {**groups, **self.cluster.communicators}
         return Evidence(groups, self.cluster.node_of, clocks, causes=causes, **known)
 
 

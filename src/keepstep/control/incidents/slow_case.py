@@ -184,8 +184,10 @@ class SlowCase(Case):
                 self._close(_middle(self._relief_steps), now_s)
             return
         # Imported here, as the controller starts without numpy.
-        from keepstep.core.iteration_table import between, column, distinct
+        from keepstep.core.iteration_table import between, column, distinct, table_of
 
+        if (communicators := self._desk.cluster.communicators) and len(rows):
+            rows = table_of(rows).with_ranks_of_the_job(communicators)
         if self.early:
             self._judge_early(rows, unanswered, now_s)
             return

@@ -1,0 +1,158 @@
+"""Iterations of a rank as its GPU had them, under a host that is ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from tests.unit.agent import agent_generator as g
+
+from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.core.events import Device, Flag, Kind, Op, Phase
+from keepstep.core.finding import Finding
+from keepstep.core.summary import GroupInfo, IterationSummary
+
+GROUPS = [
+    GroupInfo("0", (0, 1), "cuda:nccl"),
+    GroupInfo("nccl-1", (0, 1), "nccl", "rank 0 of 2"),
+]
+HOST_MS = 20  # in which the host calls what an iteration does
+
+
+def record(**fields: int) -> Rows:
+    row = np.zeros(1, g.RECORD)
+    row["group"], row["peer"] = -1, -1
+    for name, value in fields.items():
+        row[name] = value
+    return row
+
+
+class Job:
+    """A rank on a host that calls an iteration each 20 ms, and on a GPU that takes as long as it is told."""
+
+    def __init__(self) -> None:
+        self.track = RankTrack(0, "here", (0, 1))
+        self.findings: list[Finding] = []
+        self.logged: list[IterationSummary] = []
+        self._ticket = 0
+        self._step = 0
+        self._host_ns = 1_000 * g.MS
+        self._gpu_ns = self._host_ns
+
+    def step(
+        self,
+        own_ms: float,
+        blocked_ms: float,
+        *,
+        pause: bool = False,
+        measured: Device | None = Device.ITERATION,
+    ) -> None:
+        self._step += 1
+        begin, end = self._host_ns, self._host_ns + HOST_MS * g.MS
+        phases = [(Phase.BACKWARD, begin + 1 * g.MS, end - 5 * g.MS), (Phase.OPTIMIZER, end - 4 * g.MS, end)]
+        if pause:
+            phases.insert(0, (Phase.CHECKPOINT, begin, begin + 1 * g.MS))
+        rows: list[Rows] = []
+        for code, start_ns, end_ns in phases:
+            self._ticket += 1
+            fields = {"ticket": self._ticket, "seq": self._step, "kind": int(Kind.PHASE), "op": int(code)}
+            rows.append(record(**fields, start_ns=start_ns, end_ns=end_ns))
+        host = np.concatenate(rows)
+        took = int((own_ms + blocked_ms) * g.MS)
+        begun, self._gpu_ns = self._gpu_ns, max(self._gpu_ns + took, end)
+        gpu: list[Rows] = []
+        timed = {"flags": int(Flag.ENQUEUED | Flag.TIMED)}
+        if measured is not None:
+            blocked = int(blocked_ms * g.MS)
+            call = {"kind": int(Kind.COLLECTIVE), "op": int(Op.ALLREDUCE), "group": 1, "bytes": 64, **timed}
+            gpu.append(
+                record(**call, start_ns=begin + 5 * g.MS, wait_ns=self._gpu_ns - blocked, end_ns=self._gpu_ns)
+            )
+            what = {
+                "kind": int(Kind.DEVICE),
+                "op": int(measured),
+                "peer": self._step,
+                "bytes": blocked,
+                **timed,
+            }
+            gpu.append(record(**what, start_ns=begin, wait_ns=begun, end_ns=self._gpu_ns))
+        measured_rows = np.concatenate(gpu) if gpu else None
+        self._host_ns = end
+        taken = self.track.take(host, host, 0, end + 1 * g.MS, lambda: GROUPS, measured_rows)
+        self.findings += taken.findings
+        self.logged += [one for one, _ in taken.iterations]
+
+
+def history(job: Job) -> Sequence[IterationSummary]:
+    return job.track.iterations(0, 10_000)
+
+
+def test_the_gpu_is_the_measure() -> None:
+    job = Job()
+    for _ in range(20):
+        job.step(own_ms=40, blocked_ms=10)
+    last = history(job)[-1]
+    assert (last.duration_s, last.self_s, last.blocked_s) == pytest.approx((0.05, 0.04, 0.01))
+    assert last.ahead_s > 0.2  # the host is far ahead
+    assert last.backward_s == 0  # and its phases say nothing of the GPU's time
+    (stream,) = last.streams
+    assert (stream.group, stream.op, stream.peer, stream.count) == ("nccl-1", Op.ALLREDUCE, -1, 1)
+    assert (stream.fastest_s, stream.start_s) == pytest.approx((0.01, 0.04))
+    assert not job.findings
+
+
+@pytest.mark.parametrize("factor", [1.3, 2])
+def test_a_slow_gpu_is_found_though_the_host_is_as_fast_as_before(factor: float) -> None:
+    job = Job()
+    for _ in range(40):
+        job.step(own_ms=40, blocked_ms=10)
+    steps = 0
+    while not job.findings:
+        job.step(own_ms=40 * factor, blocked_ms=10)
+        steps += 1
+        assert steps <= 4
+    (found,) = job.findings
+    assert (found.kind, found.onset_step) == ("slow", 40)
+
+
+def test_a_gpu_that_waits_for_its_host_has_the_hosts_phases() -> None:
+    job = Job()
+    for _ in range(20):
+        job.step(own_ms=10, blocked_ms=0)
+    last = history(job)[-1]
+    assert last.ahead_s == 0
+    assert last.backward_s == pytest.approx(0.014)
+
+
+def test_pauses_and_graphs_are_no_measure() -> None:
+    job = Job()
+    for _ in range(10):
+        job.step(own_ms=40, blocked_ms=10)
+    before = len(history(job))
+    job.step(own_ms=400, blocked_ms=0, pause=True)
+    job.step(own_ms=400, blocked_ms=0, measured=Device.BLIND)
+    assert len(history(job)) == before
+    assert job.track.device.blind == 1
+    assert len(job.logged) == 12  # they are logged as the host had them
+    assert job.logged[-1].ahead_s < 0
+
+
+def test_without_measures_the_host_counts_again() -> None:
+    job = Job()
+    for _ in range(10):
+        job.step(own_ms=40, blocked_ms=10)
+    for _ in range(2400):
+        job.step(own_ms=10, blocked_ms=0, measured=None)
+    assert history(job)[-1].ahead_s < 0
+    assert len(job.logged) + len(job.track.rest()) == 2410
+    assert not job.findings
+
+
+def test_records_that_make_no_sense_are_left_out() -> None:
+    job = Job()
+    for _ in range(10):
+        job.step(own_ms=-30, blocked_ms=40)  # blocked for longer than it lasted
+    assert not job.track.device.active
+    assert all(one.ahead_s < 0 for one in history(job))
