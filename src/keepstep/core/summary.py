@@ -306,6 +306,10 @@ class PathProbe:
         return self.outcome not in ("timeout", "unreachable")
 
 
+CPU_CAUSES = frozenset({"cpu quota", "run queue"})
+"""Causes that make a host slow: its GPU, as long as the host is ahead of it, is not slow for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostCause:
     """A cause outside the training process that an agent saw for a rank (or its whole node: ``rank`` = -1)."""

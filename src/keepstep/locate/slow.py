@@ -18,7 +18,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import HOST_BOUND, HostCause, IterationSummary
+from keepstep.core.summary import CPU_CAUSES, HOST_BOUND, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._slow_links import (
@@ -117,6 +117,7 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
     if growth.before is not None and growth.job_after_s < MIN_JOB_SLOWDOWN * growth.job_before_s:
         fact = f"iterations take {growth.job_before_s * 1e3:.0f} -> {growth.job_after_s * 1e3:.0f} ms"
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
+    evidence = replace(evidence, causes=_that_explain(growth, evidence.causes))
     chosen = _slow_ranks(growth)
     if len(chosen) == 0 and silent:
         chosen = _starved(growth, evidence.causes)
@@ -217,6 +218,12 @@ def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
         & (growth.ratio - middle >= _FAR * max(spread, _LEAST_SPREAD))
         & (over_common >= (MIN_JOB_SLOWDOWN - 1.0) * growth.job_before_s)
     )
+
+
+def _that_explain(growth: _Growth, causes: Sequence[HostCause]) -> tuple[HostCause, ...]:
+    """The causes without those that keep a host from its work while its GPU has enough of it."""
+    ahead = set(growth.ranks[growth.on_gpu & ~growth.follows_host].tolist())
+    return tuple(one for one in causes if one.cause not in CPU_CAUSES or one.rank not in ahead)
 
 
 def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:

@@ -1,0 +1,117 @@
+"""Slow ranks whose iterations were measured on their GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Diagnosis
+from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, StreamSummary
+from keepstep.locate import locate_slow, waits_recorded
+
+RANKS = 4
+GROUPS = {
+    "0": GroupInfo("0", tuple(range(RANKS)), "cuda:nccl"),
+    "nccl-1": GroupInfo("nccl-1", tuple(range(RANKS)), "nccl"),
+}
+NODES = {rank: f"node-{rank // 2}" for rank in range(RANKS)}
+OWN_S, TRANSFER_S = 0.1, 0.01
+
+
+def job(
+    slow: Mapping[int, float] = {},
+    *,
+    ahead_s: float = 0.2,
+    data: bool = False,
+    transfer: float = 1.0,
+    witness: bool = True,
+    steps: range = range(20),
+    onset: int = 10,
+) -> list[IterationSummary]:
+    """Ranks compute and all-reduce; from ``onset`` on some are slower by a factor, and so are transfers."""
+    rows: list[IterationSummary] = []
+    for step in steps:
+        late = step >= onset
+        own = [OWN_S * (slow.get(rank, 1.0) if late else 1.0) for rank in range(RANKS)]
+        shortest = TRANSFER_S * (transfer if late else 1.0)
+        duration = max(own) + shortest
+        for rank in range(RANKS):
+            busy = duration - own[rank]
+            stream = StreamSummary(
+                "nccl-1", int(Op.ALLREDUCE), -1, 1, 1 << 20, step + 1, own[rank], duration, busy, busy, busy
+            )
+            rows.append(
+                IterationSummary(
+                    rank,
+                    step,
+                    float(step),
+                    duration,
+                    own[rank],
+                    busy,
+                    data_s=own[rank] - OWN_S if data else 0.0,
+                    ahead_s=ahead_s,
+                    streams=(stream,) if witness else (),
+                )
+            )
+    return rows
+
+
+def diagnose(rows: list[IterationSummary], *causes: HostCause, onset: int = 10) -> Diagnosis:
+    before = [row for row in rows if row.step < onset]
+    after = [row for row in rows if row.step >= onset]
+    evidence = Evidence(GROUPS, NODES, None, causes=causes, before=before, after=after, onset_step=onset)
+    assert waits_recorded(evidence)
+    return locate_slow(evidence)
+
+
+@pytest.mark.parametrize("factor", [1.3, 2.0, 4.0])
+def test_a_slow_gpu(factor: float) -> None:
+    (culprit,) = diagnose(job({2: factor})).culprits
+    assert (culprit.rank, culprit.stage, culprit.cause) == (2, "", "compute on the GPU")
+    assert (culprit.slowdown, culprit.confidence) == (factor, "high")
+
+
+def test_two_slow_gpus() -> None:
+    named = diagnose(job({1: 1.5, 2: 1.6})).culprits
+    assert {one.rank for one in named} == {1, 2}
+
+
+def test_without_the_second_witness_nobody_is_blamed_for_sure() -> None:
+    (culprit,) = diagnose(job({2: 2.0}, witness=False)).culprits
+    assert (culprit.rank, culprit.confidence) == (2, "medium")
+
+
+def test_a_gpu_that_waits_for_its_host_is_slow_for_what_the_host_does() -> None:
+    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.0, data=True)).culprits
+    assert (culprit.rank, culprit.stage, culprit.cause) == (2, "data", "data loading")
+    assert "its GPU waits for the host" in culprit.detail
+
+
+def test_a_busy_host_that_is_ahead_is_no_cause() -> None:
+    starved = HostCause(2, "run queue", 0.9)
+    (culprit,) = diagnose(job({2: 2.0}), starved).culprits
+    assert (culprit.cause, culprit.detail) == ("compute on the GPU", "")
+    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.0), starved).culprits
+    assert culprit.cause == "run queue"
+    (culprit,) = diagnose(job({2: 2.0}), HostCause(2, "GPU clock", 0.5)).culprits
+    assert culprit.cause == "GPU clock"
+
+
+def test_the_network_is_told_by_the_shortest_kernels() -> None:
+    found = diagnose(job(transfer=6.0))
+    assert all(one.rank is None for one in found.culprits)
+    assert "transfers on nccl-1" in found.summary
+
+
+def test_nobody_is_named_among_healthy_ranks() -> None:
+    assert not diagnose(job()).culprits
+
+
+def test_a_gpu_that_is_slow_from_the_start() -> None:
+    rows = job({2: 2.0}, onset=0)
+    evidence = Evidence(GROUPS, NODES, None, before=[], after=rows, onset_step=0)
+    (culprit,) = locate_slow(evidence).culprits
+    assert (culprit.rank, culprit.cause, culprit.confidence) == (2, "compute on the GPU", "medium")
