@@ -14,10 +14,6 @@ COMMUNICATORS = "nccl-"
 """How the names of NCCL's communicators begin, which the shim gives them."""
 
 
-HOST_BOUND = 0.05
-"""Part of an iteration by which the host is ahead at its end at least, where the GPU does not wait for the host."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """A process group as its members see it. ``name`` is the same on all members and unique in a job."""

@@ -18,7 +18,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import CPU_CAUSES, HOST_BOUND, HostCause, IterationSummary
+from keepstep.core.summary import CPU_CAUSES, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._slow_links import (
@@ -45,6 +45,9 @@ _ENOUGH_RANKS = 8  # fewer do not show how far ranks differ by chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003  # smallest standard deviation of all ranks' growth that is believed
 _MAX_CULPRITS = 64
+_MOST_HOST = (
+    0.5  # part of the growth by which a host is further ahead, if its GPU has grown slower and not it
+)
 _HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
 _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
 
@@ -74,8 +77,18 @@ class _Growth:
 
     @property
     def follows_host(self) -> NDArray[np.bool_]:
-        """Which ranks' GPUs are done when the host has called what they do: they wait for the host."""
-        return self.on_gpu & (self.after.ahead_s < HOST_BOUND * self.after.duration_s)
+        """Which ranks' GPUs wait for their hosts, if they are slower.
+
+        A host that is an iteration ahead keeps no GPU waiting. Else the GPU's work goes on for as long after the host
+        has called all of it as the host was ahead: if that has not grown with the own time, the host has.
+        """
+        after, before = self.after, self.before
+        if before is None:
+            slow = after.ahead_s < _MOST_HOST * after.self_s
+        else:
+            grown = after.ahead_s - np.minimum(before.ahead_s, before.duration_s)
+            slow = (grown < _MOST_HOST * self.gain_s) & (before.ahead_s >= 0)
+        return self.on_gpu & slow & (after.ahead_s < after.duration_s)
 
     @property
     def share(self) -> Floats:
@@ -347,6 +360,8 @@ def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
     worst = max(parts, key=lambda name: parts[name])
     if worst == "data":
         return "data", "data loading"
+    if growth.on_gpu[position]:
+        return worst, "work on the host"
     if worst in ("forward", "backward") and min(parts["forward"], parts["backward"]) >= 0.25 * gain:
         return "forward and backward", "compute"
     return worst, "compute"

@@ -24,7 +24,8 @@ OWN_S, TRANSFER_S = 0.1, 0.01
 def job(
     slow: Mapping[int, float] = {},
     *,
-    ahead_s: float = 0.2,
+    ahead_s: float = 0.5,
+    ahead_later_s: float | None = None,
     data: bool = False,
     transfer: float = 1.0,
     witness: bool = True,
@@ -52,7 +53,9 @@ def job(
                     own[rank],
                     busy,
                     data_s=own[rank] - OWN_S if data else 0.0,
-                    ahead_s=ahead_s,
+                    ahead_s=ahead_s
+                    if ahead_later_s is None or not late or rank not in slow
+                    else ahead_later_s,
                     streams=(stream,) if witness else (),
                 )
             )
@@ -85,16 +88,24 @@ def test_without_the_second_witness_nobody_is_blamed_for_sure() -> None:
 
 
 def test_a_gpu_that_waits_for_its_host_is_slow_for_what_the_host_does() -> None:
-    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.0, data=True)).culprits
+    (culprit,) = diagnose(job({2: 2.0}, ahead_later_s=0.09, data=True)).culprits
     assert (culprit.rank, culprit.stage, culprit.cause) == (2, "data", "data loading")
     assert "its GPU waits for the host" in culprit.detail
+
+
+def test_a_host_that_waits_for_its_gpu_in_each_step_is_not_slow() -> None:
+    """As with `.item()`: the host is ahead by nearly all that the GPU does."""
+    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.09, ahead_later_s=0.19)).culprits
+    assert (culprit.rank, culprit.cause) == (2, "compute on the GPU")
+    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.09, ahead_later_s=0.09)).culprits
+    assert (culprit.rank, culprit.cause) == (2, "work on the host")
 
 
 def test_a_busy_host_that_is_ahead_is_no_cause() -> None:
     starved = HostCause(2, "run queue", 0.9)
     (culprit,) = diagnose(job({2: 2.0}), starved).culprits
     assert (culprit.cause, culprit.detail) == ("compute on the GPU", "")
-    (culprit,) = diagnose(job({2: 2.0}, ahead_s=0.0), starved).culprits
+    (culprit,) = diagnose(job({2: 2.0}, ahead_later_s=0.09), starved).culprits
     assert culprit.cause == "run queue"
     (culprit,) = diagnose(job({2: 2.0}), HostCause(2, "GPU clock", 0.5)).culprits
     assert culprit.cause == "GPU clock"

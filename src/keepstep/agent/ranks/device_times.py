@@ -3,8 +3,7 @@
 A host that runs ahead tells nothing of when its GPU works and waits. So where the shim measures an iteration, its
 duration, its own time and its transfers are the GPU's: the own time is the duration less the time for which
 communication blocked the compute stream, less what the host itself was seen to wait (for Gloo, in between).
-The phases are the host's as long as the GPU follows the host; where the host is ahead they say nothing of the GPU's
-time and are left out.
+The phases are the host's, and tell of the GPU's time only where the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, joined
 from keepstep.agent.ranks.summarise import streams_of
 from keepstep.core.events import Device, Kind, Phase
-from keepstep.core.summary import HOST_BOUND, GroupInfo, IterationSummary, StreamSummary
+from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 
 _DEVICE, _PHASE, _P2P = int(Kind.DEVICE), int(Kind.PHASE), int(Kind.P2P)
 _ITERATION, _BLIND, _OPTIMIZER = int(Device.ITERATION), int(Device.BLIND), int(Phase.OPTIMIZER)
@@ -138,19 +137,15 @@ class DeviceTimes:
         took_s = sum(one.ended_ns - one.began_ns for one in measured) * second
         blocked_s = min(sum(one.blocked_ns for one in measured) * second + host.blocked_s, took_s)
         last = measured[-1]
-        ahead_s = max(last.ended_ns - cut.end_ns, 0) * 1e-9
-        device = replace(
+        return replace(
             host,
             start_s=last.began_ns * 1e-9,
             duration_s=took_s,
             self_s=took_s - blocked_s,
             blocked_s=blocked_s,
-            ahead_s=ahead_s,
+            ahead_s=max(last.ended_ns - cut.end_ns, 0) * 1e-9,
             streams=self._streams(cut, last, groups) if cut.steps == 1 else (),
         )
-        if ahead_s < HOST_BOUND * took_s:
-            return device
-        return replace(device, data_s=0.0, backward_s=0.0, optimizer_s=0.0, gc_s=0.0)
 
     def _streams(
         self, cut: Cut, measured: _Measured, groups: Mapping[int, GroupInfo]

@@ -96,7 +96,6 @@ def test_the_gpu_is_the_measure() -> None:
     last = history(job)[-1]
     assert (last.duration_s, last.self_s, last.blocked_s) == pytest.approx((0.05, 0.04, 0.01))
     assert last.ahead_s > 0.2  # the host is far ahead
-    assert last.backward_s == 0  # and its phases say nothing of the GPU's time
     (stream,) = last.streams
     assert (stream.group, stream.op, stream.peer, stream.count) == ("nccl-1", Op.ALLREDUCE, -1, 1)
     assert (stream.fastest_s, stream.start_s) == pytest.approx((0.01, 0.04))
@@ -117,7 +116,7 @@ def test_a_slow_gpu_is_found_though_the_host_is_as_fast_as_before(factor: float)
     assert (found.kind, found.onset_step) == ("slow", 40)
 
 
-def test_a_gpu_that_waits_for_its_host_has_the_hosts_phases() -> None:
+def test_a_gpu_that_waits_for_its_host_is_told_by_the_hosts_phases() -> None:
     job = Job()
     for _ in range(20):
         job.step(own_ms=10, blocked_ms=0)
