@@ -56,7 +56,7 @@ Result data(const char* name, const Call& call, Make make) {
   const bool in_group = t_thread.depth > 0;
   Span* span = !Timing::wants(call.stream) ? nullptr : in_group ? span_of(call.stream) : timing().take(call.stream);
   const std::int16_t group = group_of(call.comm);
-  if (is_tracked()) behind().carries(call.stream, group);
+  if (has(kTracked)) behind().carries(call.stream, group);
   Recorded recorded;
   recorded.start(writer, name, call, group, call.count * bytes_of(call.type), span);
   if (span == nullptr || in_group) return recorded.end(make());
@@ -279,7 +279,7 @@ Result ncclGroupSimulateEnd(void* information) {  // nothing of the group is eve
 // --- CUDA's runtime: what the compute stream waits for ---------------------------------------------------------------------
 
 Result note(Result result, Handle event, Stream stream) noexcept {
-  if (result == 0 && is_tracked())
+  if (result == 0 && has(kTracked))
     behind().recorded(event, stream, reinterpret_cast<Stream>(g_main.load(std::memory_order_relaxed)));
   return result;
 }
@@ -291,10 +291,10 @@ Result cudaEventRecordWithFlags(Handle event, Stream stream, unsigned flags) {
 Result cudaStreamWaitEvent(Stream stream, Handle event, unsigned flags) {
   std::int16_t group = -1;
   Span* span = nullptr;
-  if (is_tracked() && behind().find(event, &group)) {
+  if (has(kTracked) && behind().find(event, &group)) {
     if (!is_main(stream))
       behind().carries(stream, group);  // whoever waits for this stream waits for communication
-    else if (g_measures.load(std::memory_order_relaxed) && recording() != nullptr)
+    else if (has(kMeasures) && recording() != nullptr)
       span = timing().take_wait(stream, group);
   }
   const Result result = real_cudaStreamWaitEvent(stream, event, flags);
@@ -303,7 +303,7 @@ Result cudaStreamWaitEvent(Stream stream, Handle event, unsigned flags) {
 }
 
 Result cudaGraphLaunch(Handle graph, Stream stream) {
-  if (g_measures.load(std::memory_order_relaxed)) timing().replayed();
+  if (has(kMeasures)) timing().replayed();
   return real_cudaGraphLaunch(graph, stream);
 }
 

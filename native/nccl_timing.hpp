@@ -61,9 +61,10 @@ const bool g_device_off = [] {
 }();
 constexpr std::uintptr_t kNoStream = ~std::uintptr_t{0};
 std::atomic<std::uintptr_t> g_main{kNoStream};  // the compute stream: that of the newest boundary
-std::atomic<bool> g_measures{false};            // an iteration is being measured
-std::atomic<bool> g_calls{false};               // and its calls on other streams
-bool is_tracked() noexcept { return g_main.load(std::memory_order_relaxed) != kNoStream; }
+// What callers look at, in one word: there was a boundary; an iteration is being measured; its calls on other streams, too.
+constexpr unsigned kTracked = 1, kMeasures = 2, kCalls = 4;
+std::atomic<unsigned> g_state{0};
+bool has(unsigned state) noexcept { return (g_state.load(std::memory_order_relaxed) & state) != 0; }
 bool is_main(Stream stream) noexcept { return g_main.load(std::memory_order_relaxed) == reinterpret_cast<std::uintptr_t>(stream); }
 
 Behind& behind() {
@@ -93,14 +94,13 @@ class Timing {
 
   // Whether calls on this stream are to be timed now.
   static bool wants(Stream stream) noexcept {
-    if (ordered_until() != 0) return true;
-    return g_measures.load(std::memory_order_relaxed) && (is_main(stream) || g_calls.load(std::memory_order_relaxed));
+    const unsigned state = g_state.load(std::memory_order_relaxed);
+    return state > kTracked ? (state & kCalls) != 0 || is_main(stream) || ordered_until() != 0 : ordered_until() != 0;
   }
 
   // For calls on this stream; null where they are not to be timed, or cannot be: see `free_span`.
   __attribute__((noinline)) Span* take(Stream stream) noexcept {
-    const bool measured = g_measures.load(std::memory_order_relaxed);
-    if (!measured && !is_ordered()) return nullptr;
+    if (!has(kMeasures) && !is_ordered()) return nullptr;
     Span* span = free_span(stream);
     const std::lock_guard<std::mutex> guard(lock_);
     if (current_ == nullptr) return span;
@@ -166,7 +166,8 @@ class Timing {
     if (number <= newest_) first_ = number;  // another incarnation begins in this process
     newest_ = number;
     const bool next = is_measured(number, rare_.load(std::memory_order_relaxed));
-    if (!next && !g_measures.load(std::memory_order_relaxed)) return;
+    g_state.fetch_or(kTracked, std::memory_order_relaxed);
+    if (!next && !has(kMeasures)) return;
     Span* span = free_span(stream);
     if (span != nullptr) {
       span->host_ns = ring::monotonic_ns();
@@ -196,8 +197,8 @@ class Timing {
       ++span->users;
     }
     if (span != nullptr && span->users == 0) events_.give_back(span);
-    g_calls.store(current_ != nullptr && current_->calls, std::memory_order_relaxed);
-    g_measures.store(current_ != nullptr, std::memory_order_relaxed);
+    const unsigned measured = current_ == nullptr ? 0 : current_->calls ? kMeasures | kCalls : kMeasures;
+    g_state.store(kTracked | measured, std::memory_order_relaxed);
   }
 
  private:
@@ -239,7 +240,7 @@ class Timing {
   // CUDA's first error is the last that we see: from then on we call nothing of it.
   void fail(const char* what) noexcept {
     if (off_.exchange(true)) return;
-    g_measures.store(false, std::memory_order_relaxed);
+    g_state.store(0, std::memory_order_relaxed);
     say(std::string("the GPU's times are not taken any more: ") + what);
   }
 

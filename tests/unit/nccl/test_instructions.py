@@ -17,7 +17,7 @@ from tests.unit.nccl.shim import COMPILER, NATIVE, command
 from keepstep.launch.workers.rings import preload, shim
 
 CALLGRIND = shutil.which("valgrind")
-RECORD, SHIM_CALL = 350, 700
+RECORD, SHIM_CALL = 350, 720
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (set CXX)"),
