@@ -23,7 +23,9 @@ from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 _DEVICE, _PHASE, _P2P = int(Kind.DEVICE), int(Kind.PHASE), int(Kind.P2P)
 _ITERATION, _BLIND, _OPTIMIZER = int(Device.ITERATION), int(Device.BLIND), int(Phase.OPTIMIZER)
 _MOST_PENDING = 256  # iterations of the host that wait for their GPU's
-_LONGEST_S = 5.0  # for which one does, besides four times its duration
+_LONGEST_NS = (
+    5_000_000_000  # for which one does, besides twice the time by which the last one was later than it
+)
 _MOST_KEPT = 1 << 15  # records of operations
 _GIVE_UP = 2048  # iterations of the host without one of the GPU, after which the host's count again
 
@@ -54,6 +56,7 @@ class DeviceTimes:
         self._operations: deque[Rows] = deque()
         self._kept = 0
         self._pending: deque[tuple[Cut, IterationSummary]] = deque()
+        self._patience_ns = _LONGEST_NS
         self._without = 0  # iterations of the host since the last one that the GPU's times were known of
 
     def take(self, rows: Rows) -> None:
@@ -96,7 +99,7 @@ class DeviceTimes:
         while self._pending:
             cut, summary = self._pending[0]
             numbers = _numbers(cut)
-            late = now_ns is None or now_ns - cut.end_ns > _LONGEST_S * 1e9 + 4 * cut.duration_ns
+            late = now_ns is None or now_ns - cut.end_ns > self._patience_ns
             if not (
                 late
                 or not self.active
@@ -137,6 +140,8 @@ class DeviceTimes:
         took_s = sum(one.ended_ns - one.began_ns for one in measured) * second
         blocked_s = min(sum(one.blocked_ns for one in measured) * second + host.blocked_s, took_s)
         last = measured[-1]
+        late_ns = max(last.ended_ns - cut.end_ns, 0) + 2 * (last.ended_ns - last.began_ns)
+        self._patience_ns = _LONGEST_NS + 2 * late_ns
         return replace(
             host,
             start_s=last.began_ns * 1e-9,
