@@ -101,7 +101,7 @@ def judged(trials: Sequence[Mapping[str, Any]]) -> list[Line]:
         Line("wrong with confidence high", wrong, "", "0", wrong == 0),
         Line("healthy jobs accused", f"{accused} of {len(healthy)}", "", "0", accused == 0),
         Line("found after", max(after, default=None), "iterations, at most", "3", max(after, default=9) <= 3),
-        Line("error of an iteration", round(100 * error, 5), "%, at most", "0.5 %", error <= 0.005),
+        Line("error of an iteration", round(100 * error, 6), "%, at most", "0.5 %", error <= 0.005),
     ]
 
 

@@ -73,10 +73,15 @@ def runtime(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    built: Built, runtime: Path, ring: int, step: str, mode: str = "RTLD_LOCAL", **environment: str
+    built: Built, runtime: Path, ring: int, step: str, mode: str = "RTLD_LOCAL", off: bool = False
 ) -> tuple[Any, str]:
     """The records of what was measured in ``step``, a job's last iteration, and what it said on stderr."""
-    stdout, stderr = built.run(JOB + step + TAIL, built.environment(ring, **environment), runtime, mode=mode)
+    stdout, stderr = built.run(
+        JOB + step + TAIL,
+        built.environment(ring, KEEPSTEP_DEVICE_TIMES="0" if off else "1"),
+        runtime,
+        mode=mode,
+    )
     number, wrong = map(int, stdout.split())
     assert wrong == 0
     rows = RingReader(ring).snapshot()
@@ -166,5 +171,5 @@ boundary(); drain(0.8)
 
 def test_a_variable_switches_it_off(built: Built, runtime: Path, rings: list[int]) -> None:
     step = "communicate(10); wait(MAIN, DONE, STREAM)"
-    found, said = run(built, runtime, rings[0], step, KEEPSTEP_DEVICE_TIMES="0")
+    found, said = run(built, runtime, rings[0], step, off=True)
     assert (len(found), said) == (0, "")
