@@ -92,7 +92,7 @@ test: $(DEV)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not soak"
 
 test-cuda: cuda
-	STAND_IN_VENV=$(abspath $(CUDA_VENV)) $(PYTEST) -m cuda tests/cuda
+	STAND_IN_VENV="$(CUDA_VENV)" $(PYTEST) -m cuda tests/cuda
 
 # Ten times the seeds and examples, whole campaigns, all sanitizers, other people's frameworks: hours.
 test-long: $(FRAMEWORKS)

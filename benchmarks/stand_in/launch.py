@@ -27,7 +27,7 @@ from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
 from benchmarks.stand_in.faults import VARIABLE, Fault, to_text
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda"))
+VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda")).resolve()
 TRAIN = Path(__file__).with_name("jobs") / "train.py"
 PYTHON = VENV / "bin" / "python"
 

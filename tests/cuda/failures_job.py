@@ -1,4 +1,4 @@
-"""What becomes of a process group when a peer is late for good, or dead: ``abort``, ``abort-waits``, ``dead``."""
+"""What becomes of a process group when a peer is late for good, or dead, or a kernel never ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from benchmarks.stand_in.device import Device
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -61,6 +62,24 @@ def abort(store: dist.Store, both: bool) -> None:
     say("again", int(reduced(RANK + 1).item()))
 
 
+def abort_behind_a_kernel() -> None:
+    """A kernel of rank 0 never ends; the abort of what was enqueued behind it waits for it."""
+    say("together", int(reduced(RANK + 1).item()))
+    if RANK == 0:
+        Device().hang_next()
+        x = torch.ones(4, device="cuda")
+        dist.all_reduce(x)
+        gone = threading.Event()
+
+        def give_up() -> None:
+            group()._get_backend(torch.device("cuda")).abort()
+            gone.set()
+
+        threading.Thread(target=give_up, daemon=True).start()
+        say("it returns", gone.wait(0.5))
+    os._exit(0)
+
+
 def dead() -> None:
     """Rank 1 is killed; what rank 0 calls then fails, though nothing tells it from outside."""
     say("together", int(reduced(RANK + 1).item()))
@@ -95,6 +114,8 @@ def main() -> None:
     )
     if sys.argv[1] == "dead":
         dead()
+    if sys.argv[1] == "abort-behind":
+        abort_behind_a_kernel()
     abort(store, both=sys.argv[1] == "abort-waits")
     dist.barrier()
     os._exit(0)

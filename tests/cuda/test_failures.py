@@ -32,6 +32,11 @@ def test_an_abort_can_wait_for_the_other_ranks_as_the_real_one_may(tmp_path: Pat
     assert lines == ["together 3", "after the abort 5", "alone it returns False", "returned", "again 3"]
 
 
+def test_an_abort_can_wait_for_the_stream_and_so_for_a_kernel_that_never_ends(tmp_path: Path) -> None:
+    lines = told(tmp_path, "abort-behind", STAND_IN_ABORT="stream")
+    assert lines == ["together 3", "it returns False"]
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_dead_peer_is_an_asynchronous_error_where_its_sockets_close(tmp_path: Path, noticed: bool) -> None:
     lines = told(tmp_path, "dead", STAND_IN_NOTICE_DEATH=str(int(noticed)))
