@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_case(case, range(case.seeds) if arguments.seeds is None else arguments.seeds, arguments)
     shown = wanted
     if "all" in arguments.case or arguments.summary_only:
-        shown = [name for name in (*ALL_CASES, REPLAY) if name in NAMES or kept(arguments.out, name)]
+        own = NAMES if arguments.backend != AS_NCCL else ()
+        shown = [name for name in (*ALL_CASES, REPLAY) if name in own or kept(arguments.out, name)]
     for name in shown:
         summarise(report, arguments.out, name)
     report.finish(arguments.json or arguments.out / "summary.json")
