@@ -22,7 +22,7 @@ from keepstep.agent.ranks.states import (
 )
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, records_written
+from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, having_devices, records_written
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
@@ -277,12 +277,7 @@ class NodeAgent:
             if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
         }
         stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
-        devices = {
-            ring.rank: ring.process.pid
-            for ring in self._rings
-            if ring.process is not None and not ring.ended and ring.track.has_device
-        }
-        dumps = await self._recorder.answers(devices)
+        dumps = await self._recorder.answers(having_devices(self._rings))
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         states = [

@@ -33,6 +33,15 @@ class WatchedRing:
     groups: int = 0  # how many of its groups have been sent or need not be
 
 
+def having_devices(rings: Iterable[WatchedRing]) -> dict[int, int]:
+    """The living processes, by rank, that have groups of a device."""
+    return {
+        ring.rank: ring.process.pid
+        for ring in rings
+        if ring.process is not None and not ring.ended and ring.track.has_device
+    }
+
+
 def asking_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
     """Process and progress, by rank, of those that stand still for longer than usual and may wait for a device."""
     return {
