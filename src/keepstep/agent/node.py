@@ -29,7 +29,7 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.network import NetworkSensors
 from keepstep.agent.sensors.ports import PortSensor
-from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify, state_of
+from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify
 from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
@@ -356,7 +356,7 @@ class NodeAgent:
             self._send(Found(finding))
         if now_ns - track.last_progress_ns > _STILL_NS and now_ns >= ring.next_look_ns:
             ring.next_look_ns = now_ns + 2 * _STILL_NS
-            self._note_stopped(ring, self._process_state(ring), now_ns)
+            ring.look_at_process(now_ns)
             track.know_groups(ring.reader.groups())
         self._look(ring, ring.reader.in_flight, now_ns)
         return len(batch.started) + len(batch.finished) > 0
@@ -429,17 +429,10 @@ class NodeAgent:
         ring.groups = len(ring.track.groups)
         return [Groups(ring.rank, fresh)] if fresh else []
 
-    def _process_state(self, ring: WatchedRing) -> str:
-        return state_of(ring.process) if ring.process is not None else ""
-
-    def _note_stopped(self, ring: WatchedRing, state: str, now_ns: int) -> None:
-        ring.stopped_since_ns = (ring.stopped_since_ns or now_ns) if state in STOPPED else 0
-
     def _beat(self, ring: WatchedRing, now_ns: int) -> RankBeat:
         track = ring.track
-        state = self._process_state(ring)
+        state = ring.look_at_process(now_ns)
         gone = ring.header is not None and state in GONE
-        self._note_stopped(ring, state, now_ns)
         ring.ended = gone or (ring.header is not None and ring.header.closed)
         phase, _ = track.phase()
         idle_ns = now_ns - track.last_progress_ns if track.last_progress_ns else 0
@@ -466,7 +459,7 @@ class NodeAgent:
         """The present state of a rank; None if its ring cannot be read, or is not written."""
         if ring.reader is None or ring.rank in self._unwatched.reasons:
             return None
-        state = self._process_state(ring)
+        state = ring.process_state()
         process = ring.process.pid if ring.process is not None else 0
         if ring.header is None and ring.process is None:  # nothing is known of it yet
             state = "?"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.sensors.processes import ProcessId
+from keepstep.agent.sensors.processes import STOPPED, ProcessId, state_of
 from keepstep.ring import RingHeader
 
 _STEADY_STEPS = 10  # steps after which a rank calls as often as it always will
@@ -31,6 +31,16 @@ class WatchedRing:
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
+
+    def process_state(self) -> str:
+        """The letter of ``/proc`` for the state of its process; "" while that is not known."""
+        return state_of(self.process) if self.process is not None else ""
+
+    def look_at_process(self, now_ns: int) -> str:
+        """The same; also notes since when the process is stopped."""
+        state = self.process_state()
+        self.stopped_since_ns = (self.stopped_since_ns or now_ns) if state in STOPPED else 0
+        return state
 
 
 def having_devices(rings: Iterable[WatchedRing]) -> dict[int, int]:
