@@ -187,7 +187,10 @@ class Phases:
     def _end_step(self, operation: Operation) -> None:
         operation()
         if self._mark is not None:
-            self._mark(operation.seq)
+            try:
+                self._mark(operation.seq)
+            except Exception:  # CUDA has failed: the script is to find that out by itself
+                self._mark = None
         words = self._hold.words
         words[COUNT] = operation.seq
         if words[ORDER]:

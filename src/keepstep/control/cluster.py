@@ -161,6 +161,8 @@ class Cluster:
             place, size = int(told[1]), int(told[2])
             if place >= size or self._members + size > _MOST_MEMBERS or len(self._places) >= _MOST_GROUPS:
                 return
+            if not 0 <= rank < _MOST_MEMBERS:
+                return
             places = self._places.setdefault(group.name, {})
             places[place] = rank
             if len(places) == size:

@@ -56,6 +56,6 @@ class PortTraffic:
 
     @property
     def went_down(self) -> bool:
-        """Whether its link went down after the step: it was in use before, or counted that it did."""
+        """Whether its link was in use before the step and went down after it."""
         used = self.before.sent_bytes + self.before.received_bytes > 0
-        return self.after.downs > 0 or (used and not self.is_up)
+        return used and (self.after.downs > 0 or not self.is_up)

@@ -32,7 +32,7 @@ def bad_ports(ports: Sequence[PortTraffic], among: Collection[str]) -> BadPorts 
     Both ends of a congested path count: the sender obeys notifications and sends again, the receiver sends these and
     gets packets out of order. More than two nodes that stand out have their cause elsewhere.
     """
-    here = [one for one in ports if one.node in among and one.after.seconds > 0]
+    here = [one for one in ports if one.node in among and one.before.seconds > 0 and one.after.seconds > 0]
     nodes = sorted({one.node for one in here})
     for field, words, fewest in _KINDS:
         excess = dict.fromkeys(nodes, 0.0)

@@ -149,8 +149,9 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         chosen = chosen[:0]
     if len(chosen) == 0 and not links.culprits:
         nobody = _nobody(growth, links, missing, evidence.causes)
-        if all(group.records_waits for group in evidence.groups.values()):
-            return nobody
+        torchs = [group for group in evidence.groups.values() if not group.is_communicator]
+        if all(group.records_waits for group in torchs) or growth.on_gpu.all():
+            return nobody  # who waited is known, and so nobody needs a witness
         return _by_witnesses(nobody, evidence, growth)
     stages: Mapping[int, int] = {}
     if len(chosen):

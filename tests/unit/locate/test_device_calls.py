@@ -136,6 +136,14 @@ def test_a_process_that_does_not_answer_while_all_others_wait_for_it_is_held_up(
     assert "holds its interpreter" in culprit.detail
 
 
+def test_beside_a_process_that_is_mute_the_one_that_has_finished_all_still_hangs():
+    states = [state(rank, device=told(63, 63 if rank == 1 else 64)) for rank in range(4)]
+    states[2] = state(2, device=DeviceCalls(answered=False))
+    found = judged(*states)
+    assert 1 not in found.victims
+    assert [one.rank for one in found.culprits if one.confidence != "low"] in ([1], [])
+
+
 def test_a_rank_of_which_nothing_is_told_is_no_culprit_by_its_own_count():
     """The recorder and the probe number collectives differently: the two are never laid side by side."""
     states = [state(rank, called(5), device=told(63, 64)) for rank in range(3)]

@@ -90,7 +90,7 @@ def test_a_link_that_went_down_is_named_with_its_port():
 def test_a_port_that_is_not_up_any_more_went_down_and_an_unused_one_did_not():
     given = ports()
     given[3] = replace(given[3], is_up=False)
-    given.append(PortTraffic("n0", "mlx5_9/1", PortCounts(10.0), PortCounts(4.0), is_up=False))
+    given.append(PortTraffic("n0", "mlx5_9/1", PortCounts(10.0), PortCounts(4.0, downs=2), is_up=False))
     (culprit,) = hung(given).culprits
     assert culprit.detail == "port mlx5_0/1 of n3 went down"
 
@@ -131,6 +131,11 @@ def test_a_cause_on_one_rank_names_it_where_waiting_looks_like_work(backend, nam
     if named:
         (culprit,) = found.culprits
         assert (culprit.cause, culprit.confidence, found.victims) == ("GPU clock", "medium", (0, 1, 3))
+    on_gpu = {
+        "before": [replace(one, ahead_s=0.0) for one in before],
+        "after": [replace(one, ahead_s=0.0) for one in after],
+    }
+    assert locate_slow(replace(known, **on_gpu)).culprits == ()  # there waiting does not look like work
     everywhere = [replace(cause, rank=rank) for rank in range(4)]
     assert locate_slow(replace(known, causes=everywhere)).culprits == ()
     assert locate_slow(replace(known, causes=[replace(cause, share=0.1)])).culprits == ()

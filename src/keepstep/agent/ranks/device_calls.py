@@ -13,12 +13,17 @@ from keepstep.traces.flight_recorder import state_of, torchs_name
 
 _MOST_IN_FLIGHT = 64
 _ENDED = 8  # calls of a group that are told
-_GROUPS = 16  # groups of which calls are told
+_GROUPS = 256  # groups of which calls are told
 
 
 def has_device_groups(groups: Sequence[GroupInfo]) -> bool:
     """Whether a rank may wait for others unseen, on a group of a device."""
-    return any(not group.records_waits for group in groups)
+    return bool(_of_device(groups))
+
+
+def _of_device(groups: Sequence[GroupInfo]) -> set[str]:
+    """Names of torch's groups of a device; NCCL's communicators are seen by the shim, and torch knows none."""
+    return {group.name for group in groups if not group.records_waits and not group.is_communicator}
 
 
 def device_calls(
@@ -32,7 +37,7 @@ def device_calls(
         streams: how far it is by its ring, which numbers messages as both ends do.
         ago_s: add this to a time on the node's clock to get the clock of the dump.
     """
-    of_device = {group.name for group in groups if not group.records_waits}
+    of_device = _of_device(groups)
     if any("#" in name for name in of_device):
         return None  # torch has given a name again: entries of the former group are among those of this one
     named = {label: torchs_name(group) for label, group in dump.groups.items()}

@@ -149,7 +149,10 @@ class DeviceTimes:
             self_s=took_s - blocked_s,
             blocked_s=blocked_s,
             ahead_s=max(last.ended_ns - cut.end_ns, 0) * 1e-9,
-            streams=self._streams(cut, last, groups) if cut.steps == 1 else (),
+            streams=(
+                *_with_waits(host, groups),
+                *(self._streams(cut, last, groups) if cut.steps == 1 else ()),
+            ),
         )
 
     def _streams(
@@ -168,6 +171,12 @@ class DeviceTimes:
         if not len(mine):
             return ()
         return streams_of(_as_the_gpu_had_them(mine), measured.began_ns, measured.ended_ns, groups)
+
+
+def _with_waits(host: IterationSummary, groups: Mapping[int, GroupInfo]) -> tuple[StreamSummary, ...]:
+    """What the host itself transferred, as over Gloo beside NCCL."""
+    names = {group.name for group in groups.values() if group.records_waits}
+    return tuple(one for one in host.streams if one.group in names)
 
 
 def _numbers(cut: Cut) -> list[int]:

@@ -49,13 +49,11 @@ def ask(run_dir: Path, process: int, rank: int) -> Answer:
         return None
     if not descriptors:
         return None
-    with os.fdopen(descriptors[0], "rb") as file:
-        data = os.pread(file.fileno(), _MOST_BYTES + 1, 0)
-    if len(data) > _MOST_BYTES:
-        return None
     try:
-        return parse_newest(data, rank)
-    except TraceError:
+        with os.fdopen(descriptors[0], "rb") as file:
+            data = os.pread(file.fileno(), _MOST_BYTES + 1, 0)
+        return parse_newest(data, rank) if len(data) <= _MOST_BYTES else None
+    except (OSError, TraceError):
         return None
 
 

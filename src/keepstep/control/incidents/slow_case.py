@@ -186,8 +186,8 @@ class SlowCase(Case):
         # Imported here, as the controller starts without numpy.
         from keepstep.core.iteration_table import between, column, distinct, table_of
 
-        if (communicators := self._desk.cluster.communicators) and len(rows):
-            rows = table_of(rows).with_ranks_of_the_job(communicators)
+        if len(rows):
+            rows = table_of(rows).with_ranks_of_the_job(self._desk.cluster.communicators)
         if self.early:
             self._judge_early(rows, unanswered, now_s)
             return
