@@ -39,7 +39,7 @@ struct Shared {  // by all ranks of a communicator; zeroed memory is a fresh one
   std::atomic<int> joined, pid[kMostRanks], job_rank[kMostRanks], device[kMostRanks], aborting[kMostRanks];
   Count arrived[kMostRanks], left[kMostRanks], what[kMostRanks];
   Time at[kMostRanks];
-  std::atomic<int> slow[kMostRanks];  // what each saw of slow pairs when it came, so that all reckon alike
+  std::atomic<int> slow[kMostRanks], cut[kMostRanks];  // what each saw of bad pairs when it came, so that all reckon alike
   Count calls[kMostRanks][kDoes];  // enqueued
   Count split_in[kMostRanks], split_out[kMostRanks];
   Choice choices[kMostRanks];

@@ -42,7 +42,7 @@ bool all_at(const Core& core, const Count (&counts)[kMostRanks], std::uint64_t s
 bool meet(Core& core, Count (&counts)[kMostRanks]) {
   counts[core.rank] = core.step;
   ring(*core.shared);
-  return until(core, [&] { return all_at(core, counts, core.step) && worst(core, control().cut) == 0; });
+  return until(core, [&] { return all_at(core, counts, core.step); });
 }
 
 bool reads_all(Do what) { return what == Do::reduce_scatter || what == Do::alltoall; }
@@ -70,10 +70,12 @@ bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* a
   shared.what[core.rank] = what;
   shared.at[core.rank] = begin;
   shared.slow[core.rank] = worst(core, control().slow);
+  shared.cut[core.rank] = worst(core, control().cut);
   if (!meet(core, shared.arrived)) return false;
   for (int rank = 0; rank < core.size; ++rank) {
     *all_here = std::max(*all_here, shared.at[rank].load());
     *slow = std::max(*slow, shared.slow[rank].load());
+    if (shared.cut[rank] != 0) return until(core, [] { return false; });
     if (shared.what[rank] == what) continue;
     log("mismatch with rank %d of %s: nobody gets on", rank, core.name.c_str());
     return until(core, [] { return false; });
