@@ -62,7 +62,7 @@ class Cluster:
         self._expected_nodes = expected_nodes
         self.nodes: dict[int, Node] = {}
         self.groups: dict[str, GroupInfo] = {}
-        self.communicators: dict[str, GroupInfo] = {}  # of NCCL, with all their members
+        self.communicators: dict[str, GroupInfo] = {}  # NCCL's, with all their members
         self._places: dict[
             str, dict[int, int]
         ] = {}  # ranks by their place in those that are not complete yet

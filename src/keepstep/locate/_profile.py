@@ -31,7 +31,7 @@ class Profile:
     backward_s: Floats
     optimizer_s: Floats
     gc_s: Floats
-    ahead_s: Floats  # of the host before the GPU at the end; below 0: the times are the host's
+    ahead_s: Floats  # how far the host is before the GPU at the end; below 0: the times are the host's
     noise_s: Floats  # robust standard deviation of self_s from iteration to iteration
 
     def at(self, ranks: Ints) -> Profile:

@@ -151,7 +151,7 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         nobody = _nobody(growth, links, missing, evidence.causes)
         torchs = [group for group in evidence.groups.values() if not group.is_communicator]
         if all(group.records_waits for group in torchs) or growth.on_gpu.all():
-            return nobody  # who waited is known, and so nobody needs a witness
+            return nobody  # Waits are known, so no witness is needed.
         return _by_witnesses(nobody, evidence, growth)
     stages: Mapping[int, int] = {}
     if len(chosen):

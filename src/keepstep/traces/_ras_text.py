@@ -71,7 +71,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.version = ""
-        self._sizes: list[int] = []  # of a communicator, by the number of its group in the table
+        self._sizes: list[int] = []  # sizes of communicators, by the number of the group in the table
         self._found: dict[tuple[int, int], _Found] = {}
         self._here: _Found | None = None
         self._section = ""

@@ -13,7 +13,7 @@ from keepstep.core.regular_files import open_regular
 from keepstep.traces._ras_text import read_text
 from keepstep.traces.ras_status import ERRORS, MOST_RANKS, RankStanding, RasAnswer, RasCommunicator, RasRank
 
-MOST_BYTES = 64 << 20  # of an answer; one rank of one communicator takes 640 bytes of JSON
+MOST_BYTES = 64 << 20  # largest answer; one rank of one communicator takes 640 bytes of JSON
 _HEAD_BYTES = 4096
 _LETTERS = 256  # of a host's name
 

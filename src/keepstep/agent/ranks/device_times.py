@@ -52,7 +52,7 @@ class DeviceTimes:
         self.active = False
         self.blind = 0
         self._known: dict[int, _Measured] = {}  # by the number of optimizer steps at the end
-        self._newest = 0  # of these numbers; also of what could not be measured
+        self._newest = 0  # the newest of these numbers, measured or not
         self._operations: deque[Rows] = deque()
         self._kept = 0
         self._pending: deque[tuple[Cut, IterationSummary]] = deque()

@@ -28,7 +28,7 @@ class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     _calls: tuple[int, LastCalls] | None = None
-    measured: Any = None  # of the latest poll: what the shim has measured on the GPU, and has ended
+    measured: Any = None  # what the shim has measured on the GPU by the latest poll
 
     def last_calls(self, progress: int) -> LastCalls:
         """The last collectives. ``progress``: a number that changes with every record, so that these are kept by it."""
@@ -65,7 +65,7 @@ def groups_there(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
 
 def key_of(group: GroupInfo) -> tuple[str, tuple[int, ...]]:
     """The same for groups of which the controller needs to be told only once."""
-    partly = group.is_communicator and not group.members  # then each member tells its own place
+    partly = group.is_communicator and not group.members  # Each member tells its own place then.
     return f"{group.name} {group.desc}" if partly else group.name, group.members
 
 

@@ -83,7 +83,7 @@ class RankTrack:
         self._caught_up = False
         self._progress_then = 0
         self.waiting = False
-        self._has_device = self._unseen = False  # it has groups of a device; whether it waits is not known
+        self._has_device = self._unseen = False  # two facts: it has groups of a device; its waits are unseen
         self._device_waits: tuple[int, bool] | None = (
             None  # at which progress its device was known to wait or not
         )

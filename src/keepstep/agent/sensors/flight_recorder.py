@@ -34,7 +34,7 @@ _AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come
-_MOST_BYTES = 32 << 20  # of a dump; torch keeps 2000 calls of half a kilobyte each by default
+_MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
 
 
 def ask(run_dir: Path, process: int, rank: int) -> Answer:

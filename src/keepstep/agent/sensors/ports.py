@@ -34,7 +34,7 @@ _EVENTS = {
 _FILES = _DATA | _EVENTS
 _ACTIVE = 4  # IB_PORT_ACTIVE
 _MOST_PORTS = 64
-_MOST = 1 << 48  # that a counter grows between two looks; what is more was reset, or is no count
+_MOST = 1 << 48  # growth of a counter between two looks; more means that it was reset, or is no count
 _LOOKS = 64
 _COSTS = 200  # a look that takes so long is followed by a pause this many times as long
 

@@ -60,6 +60,6 @@ class NodeNames:
         if not owner.came or self._rendezvous.is_here(name):
             return False
         if owner.address != join.address and self._rendezvous.is_placed(name):
-            return False  # it may be back within seconds
+            return False  # The node may be back within seconds.
         self._owners[name] = _Owner(join.machine, join.address)
         return True
