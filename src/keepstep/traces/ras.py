@@ -15,7 +15,7 @@ from keepstep.traces.ras_status import ERRORS, MOST_RANKS, RankStanding, RasAnsw
 
 MOST_BYTES = 64 << 20  # largest answer; one rank of one communicator takes 640 bytes of JSON
 _HEAD_BYTES = 4096
-_LETTERS = 256  # of a host's name
+_LETTERS = 256  # longest name of a host
 
 
 def looks_like_ras(path: Path) -> bool:

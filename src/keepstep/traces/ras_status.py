@@ -82,7 +82,7 @@ class RasAnswer:
     ``gpus``: how many GPUs the job has, 0 where that is not told. ``missing``: what could not be told, in words.
     """
 
-    version: str  # of NCCL
+    version: str  # NCCL's
     communicators: tuple[RasCommunicator, ...]
     is_whole: bool
     gpus: int = 0
