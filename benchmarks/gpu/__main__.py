@@ -2,16 +2,19 @@
 
     python -m benchmarks.gpu [--quick] [--json FILE] [--cpu]
 
-Every part is a job of its own under `keepstep run`; one that fails is left out with its reason. Ends in about 8 minutes
-(2 with ``--quick``); without a GPU at once. ``--cpu`` tries the bench itself on Gloo: then nothing is judged.
+Every part is a job of its own under `keepstep run`; one that fails is left out with its reason. Ends within 9 minutes
+(3 with ``--quick``); without a GPU at once. ``--cpu`` tries the bench itself on Gloo: then nothing is judged.
 
 On one GPU a job has one rank, and NCCL launches nothing for its in-place all-reduces: the calls are there, the
 transfers are not. A gather of one rank is a copy on the device, a mean of one rank a kernel of NCCL's: with these the
 shim's times are compared. Then two ranks on the GPU, and real transfers: NCCL lets ranks share one from 2.30 on, before
 that where they are told to be on two hosts, so over sockets.
 
+Verdicts: the jobs and faults of the stand-in, on two ranks that share the GPU (benchmarks/gpu/verdicts.py).
+
 Overhead: whole jobs in turns, one with everything that `keepstep run` does (probe, shim, plugin, agent, controller),
-one with ``--no-watch``; the interval is over the pairs.
+one with ``--no-watch``; the interval is over the pairs. And within a job: steps that the shim measures beside those
+that it leaves out.
 """
 
 from __future__ import annotations
@@ -23,22 +26,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks._intervals import interval
 from benchmarks._report import Line, Report, bench_arguments
-from benchmarks.gpu.judge import TIMED, beside, collectives, goings_back, incomplete, last_words
+from benchmarks.gpu.judge import (
+    TIMED,
+    beside,
+    collectives,
+    goings_back,
+    incomplete,
+    last_words,
+    measuring_adds,
+)
+from benchmarks.gpu.verdicts import RANKS, SLOW, STUCK, Told, mps, play_all
 
 COMPLETE_GOAL = "events complete and ordered"
 TIMES_GOAL = "GPU times within 2 % of the PyTorch profiler's"
 STEP_GOAL = "iteration overhead ≤ 0.1 % with 95 % confidence interval (A/B alternating)"
 GEMM_GOAL = "GEMM validation ≤ 0.5 s"
 CHECKPOINT_GOAL = "memory checkpoint from GPU through pinned buffers with its GB/s against `cudaMemcpy`"
+MEASURE_GOAL = "thinned by itself to ≤ 0.1 % of the step"
+VERDICT_GOAL = "right rank and kind ≥ 97 %"
+ERROR_GOAL = "iteration time within 0.5 % of the device's own clock"
+ERROR_PERCENT, VERDICT_PERCENT = 0.5, 97.0
 TIMES_PERCENT, STEP_PERCENT, GEMM_S = 2.0, 0.1, 0.5
 JOB = Path(__file__).with_name("job.py")
+ROOT = Path(__file__).parents[2]
 ONE_RANK = "one rank: NCCL launches nothing for an in-place all-reduce"
 _JOB_S, _END_S = 150.0, 40.0
 
@@ -189,9 +206,48 @@ def memory_checkpoint(bench: Bench) -> None:
     bench.add("restored bytes are those saved", "yes" if found["same"] else "no", "", met=found["same"])
 
 
+def verdicts(bench: Bench) -> None:
+    """Who is named: the stand-in's jobs and faults, here."""
+    if not bench.judged:
+        bench.report.leave_out("verdicts", "the jobs need a GPU, or the stand-in")
+        return
+    environment: dict[str, str] = {
+        **os.environ,
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    cases = SLOW[:4] if bench.quick else SLOW
+    with tempfile.TemporaryDirectory() as folder, mps(Path(folder, "mps")) as shared_by:
+        how = "they share the GPU by MPS" if shared_by else "no MPS: they take turns on the GPU"
+        slow = play_all(cases, Path(folder, "slow"), sys.executable, {**environment, **shared_by})
+    told_of(bench, "slow ranks", slow, how)
+    errors = [told.error for told in slow if told.error is not None]
+    error = 100 * max(errors, default=float("nan"))
+    bench.add("error of an iteration", error, "%", goal=ERROR_GOAL, met=error <= ERROR_PERCENT, limit=how)
+    with tempfile.TemporaryDirectory() as folder:
+        stuck = play_all(
+            STUCK[:4] if bench.quick else STUCK, Path(folder, "stuck"), sys.executable, environment
+        )
+    told_of(bench, "hangs and crashes", stuck, "they take turns on the GPU")
+
+
+def told_of(bench: Bench, what: str, found: Sequence[Told], how: str) -> None:
+    limit = f"{RANKS} ranks on one GPU, {how}; layers last 0.3 ms each, by a kernel that spins"
+    for told in found:
+        right = "right" if told.is_right else "wrong"
+        bench.add(told.case.name, right, "", met=told.is_right, peers=told.summary())
+        if told.exit_code not in (0, None) and not told.named:
+            bench.report.leave_out(told.case.name, last_words(told.console))
+    right = sum(told.is_right for told in found)
+    met = 100 * right >= VERDICT_PERCENT * len(found)
+    bench.add(f"{what}: right", f"{right} of {len(found)}", "", goal=VERDICT_GOAL, met=met, limit=limit)
+    wrong = sum(told.is_wrong_for_sure for told in found)
+    bench.add(f"{what}: wrong with confidence high", wrong, "", goal="0", met=wrong == 0, limit=limit)
+
+
 def overhead(bench: Bench) -> None:
     """Pairs of whole jobs for as long as there is time, the watched one first in every other."""
-    jobs: list[dict[bool, dict[str, list[float]]]] = []
+    jobs: list[dict[bool, dict[str, Any]]] = []
     longest_s, fewest = 0.0, 2
     while len(jobs) < fewest or bench.left_s() > longest_s:
         begun_s = time.monotonic()
@@ -210,6 +266,28 @@ def overhead(bench: Bench) -> None:
             judged = {"goal": STEP_GOAL, "met": high <= STEP_PERCENT}
             more: dict[str, Any] = judged if (size, kind) == ("large", "median") else {}
             bench.add(f"{name}: interval to", high, "%", limit=limit, **more)
+        measuring(bench, title, size, [pair[True] for pair in jobs])
+
+
+def measuring(bench: Bench, title: str, size: str, jobs: Sequence[dict[str, Any]]) -> None:
+    """What the events of measured steps add, by blocks of them and those beside them: the same job, the same minute."""
+    added: list[float] = []
+    steps = count = 0
+    for job in jobs:
+        numbers, first = set(job["measured"]), job[f"{size}, from"] + 1
+        measured = [number in numbers for number in range(first, first + len(job[size]))]
+        added += measuring_adds(job[size], measured)
+        steps, count = steps + len(measured), count + sum(measured)
+    if len(added) < 2:
+        bench.report.leave_out(f"measuring, {title}", f"{len(added)} blocks of measured steps")
+        return
+    share = count / steps
+    mean, low, high = (100 * share * value for value in interval(added))
+    peers = {"blocks": len(added), "from": round(low, 4), "share measured (%)": round(100 * share, 1)}
+    limit = "95 % interval over blocks of measured steps beside others of the same job, times their share"
+    name = f"step time added by measuring, {title}"
+    bench.add(f"{name}: mean", mean, "%", peers=peers, limit=limit)
+    bench.add(f"{name}: interval to", high, "%", goal=MEASURE_GOAL, met=high <= STEP_PERCENT, limit=limit)
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
@@ -217,6 +295,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "two ranks on one GPU": shared,
     "GEMM validation": gemm,
     "memory checkpoint": memory_checkpoint,
+    "verdicts": verdicts,
     "iteration overhead": overhead,
 }
 
@@ -241,7 +320,7 @@ def main() -> None:
         report.leave_out("everything", why)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            device, seconds = "cpu" if chosen.cpu else "cuda", 110.0 if chosen.quick else 450.0
+            device, seconds = "cpu" if chosen.cpu else "cuda", 150.0 if chosen.quick else 480.0
             bench = Bench(report, Path(folder), device=device, quick=chosen.quick, seconds=seconds)
             for name in chosen.part or PARTS:
                 try:

@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.gpu.device import take_device
+from benchmarks.gpu.verdicts import measured
 from torch import nn
 
 MIB = 1 << 20
 SLEEP_CYCLES = 40_000_000  # some 20 ms: what is called meanwhile is queued behind it
 TIMES_S = 120
 QUEUED = 10  # calls of a batch
-SHARED_FROM = (2, 30)  # NCCL that lets ranks of one host share a GPU
+WARM_UP = 40  # steps; of a process's first 32 the shim measures each
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -67,14 +69,20 @@ def training(device: str, small: bool, hook: Any = None) -> Callable[[], None]:
 
 
 def steps(device: str, quick: bool) -> dict[str, Any]:
-    """Seconds of each step, by events on the stream of the training."""
-    found = {}
+    """Seconds of each step, by events on the stream of the training, and which of them the shim has measured."""
+    found: dict[str, Any] = {}
+    made = 0
     for name, small, count in (
         ("large", False, 80 if quick else 250),
         ("small", True, 150 if quick else 400),
     ):
         step = training(device, small)
-        found[name] = step_times(device, step, 20, count)
+        found[name] = step_times(device, step, WARM_UP, count)
+        found[f"{name}, from"] = made + WARM_UP
+        made += WARM_UP + count
+    time.sleep(0.2)  # the shim's thread reads its events some time later
+    ring = os.environ.get("KEEPSTEP_RING")
+    found["measured"] = sorted(measured(Path(ring))) if ring else []
     return found
 
 
@@ -304,23 +312,11 @@ def memory_checkpoint(device: str, quick: bool) -> dict[str, Any]:
 PARTS = {"steps": steps, "events": events, "gemm": gemm, "checkpoint": memory_checkpoint}
 
 
-def share_device() -> None:
-    """Let the ranks of this host use one GPU."""
-    from torch.cuda import nccl
-
-    if nccl.version() >= SHARED_FROM:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    else:  # it refuses a second rank of the same host
-        os.environ["NCCL_HOSTID"] = f"host-of-rank-{os.environ['RANK']}"
-
-
 def main() -> None:
     part, result, device, size = sys.argv[1:]
     if device == "cuda":
-        torch.cuda.set_device(0)
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            share_device()
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+        taken = take_device(0, int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group("nccl", device_id=taken)
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

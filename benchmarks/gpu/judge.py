@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 OF_NCCL = ("Memcpy DtoD", "oneRankReduce", "ncclDevKernel", "ncclKernel")
@@ -81,6 +83,25 @@ def beside(
         (float(call.end_ns - call.wait_ns), float(event[2]), event[1] - call.wait_ns)
         for call, event in zip(timed, events, strict=True)
     ]
+
+
+def measuring_adds(times: Sequence[float], measured: Sequence[bool]) -> list[float]:
+    """By how much a block of measured steps is longer than those beside it, as a part of them: one for each block.
+
+    ``times`` are seconds of steps in their order. A block without others on both sides is left out, and so is the step
+    at each of its ends, where a mark may be in either.
+    """
+    blocks = [list(block) for _, block in groupby(range(len(times)), key=lambda at: measured[at])]
+    found: list[float] = []
+    for before, block, after in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        inner = block[1:-1]
+        if not measured[block[0]] or not inner:
+            continue
+        beside = [*before[1:-1][-len(inner) :], *after[1:-1][: len(inner)]]
+        if beside:
+            usual = statistics.fmean(times[at] for at in beside)
+            found.append(statistics.fmean(times[at] for at in inner) / usual - 1)
+    return found
 
 
 def last_words(console: str) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Kind = Literal["gemm", "reduction", "optimizer", "copy", "other"]
@@ -127,3 +128,7 @@ class Device:
     def count(self, what: Counter) -> int:
         """How often the process has done this."""
         return self._library.stand_in_counter(COUNTERS.index(what))
+
+    def counts(self) -> Mapping[str, int]:
+        """How often the process has done each of these."""
+        return {name: self.count(name) for name in COUNTERS}

@@ -12,9 +12,12 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.stand_in.device import ECC, ILLEGAL_ADDRESS, Device
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.device import RealDevice
 
 VARIABLE = "STAND_IN_FAULTS"
 Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "checkpoint"]
@@ -58,13 +61,13 @@ def to_text(faults: Iterable[Fault]) -> str:
 class Script:
     """The faults of this rank, played by its job as it goes."""
 
-    def __init__(self, device: Device, rank: int, faults: Iterable[Fault]) -> None:
+    def __init__(self, device: Device | RealDevice, rank: int, faults: Iterable[Fault]) -> None:
         self.device = device
         self.faults = [fault for fault in faults if fault.rank == rank]
         self._is_virtual = os.environ.get("STAND_IN_CLOCK") == "virtual"
 
     @classmethod
-    def from_environment(cls, device: Device, rank: int) -> Script:
+    def from_environment(cls, device: Device | RealDevice, rank: int) -> Script:
         """What the variable says, in the first incarnation; later ones are healthy."""
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         faults = [] if again else json.loads(os.environ.get(VARIABLE, "[]"))

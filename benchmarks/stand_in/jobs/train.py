@@ -1,9 +1,10 @@
 """A training on the stand-in GPU in one of several layouts. The host runs ahead: nothing is ever synchronised.
 
-    python train.py [--layout ddp|fsdp2|pipeline] [--steps N] [--layers N] [--width N] [--backend nccl|nccl2]
+    python train.py [--layout ddp|fsdp2|pipeline] [--steps N] [--layers N] [--width N] [--backend nccl|nccl2] [--real]
 
 ``pipeline`` is two stages by as many replicas as there are pairs of ranks, with torch.distributed.pipelining's 1F1B.
 Each step ends with a small all-reduce, as of a gradient's norm, and a mark in the device's log.
+``--real``: on a GPU that is there (benchmarks/gpu/device.py).
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import argparse
 import json
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks.stand_in.device import COUNTERS, Device, compute_values
+from benchmarks.gpu.device import RealDevice, take_device
+from benchmarks.stand_in.device import Device, compute_values
 from benchmarks.stand_in.faults import Script
 from torch import nn
 
 BATCH = 8
+MARKS = "STAND_IN_LOG"  # the folder for marks
 
 
 class Layout:
@@ -114,15 +118,21 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=float, default=0.02)
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--timeout-s", type=float, default=600)
+    parser.add_argument("--real", action="store_true")
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    compute_values()
-    torch.cuda.set_device(local_rank)
+    if arguments.real:
+        take_device(local_rank, int(os.environ["WORLD_SIZE"]))
+    else:
+        compute_values()
+        torch.cuda.set_device(local_rank)
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
-    device = Device()
+    device = RealDevice() if arguments.real else Device()
     script = Script.from_environment(device, rank)
     layout = LAYOUTS[arguments.layout](arguments, script)
+    if isinstance(device, RealDevice):
+        device.load(layout.module)
     optimizer = torch.optim.AdamW(layout.parameters(), lr=0.01, fused=True)
     norm = torch.zeros(1, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
@@ -142,8 +152,10 @@ def main() -> None:
         optimizer.zero_grad()
         device.mark(stream, step)
         script.at(step, "checkpoint")
-    counts = {name: device.count(name) for name in COUNTERS}
+    counts = device.counts()
     torch.cuda.synchronize()
+    if isinstance(device, RealDevice) and MARKS in os.environ:
+        device.write_marks(Path(os.environ[MARKS], f"rank-{rank}"))
     print(f"rank {rank} is done, its process called {json.dumps(counts)}", flush=True)
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.judge import (
     goings_back,
     incomplete,
     last_words,
+    measuring_adds,
 )
 
 from keepstep.core.events import Flag, Kind
@@ -83,3 +84,10 @@ def test_without_a_gpu_it_says_why_and_ends_well(tmp_path):
     report = json.loads(path.read_text())
     assert report["lines"] == []
     assert [entry["name"] for entry in report["left_out"]] == ["everything"]
+
+
+def test_measured_steps_are_laid_beside_those_around_them():
+    times = [1.0] * 4 + [9.0, 1.1, 1.1, 9.0] + [1.0] * 4 + [1.2] * 4 + [1.0] * 2
+    measured = [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4 + [False] * 2
+    assert measuring_adds(times, measured) == pytest.approx([0.1, 0.2])
+    assert measuring_adds(times, [True] * len(times)) == []
