@@ -1,6 +1,7 @@
 // Pairs of CUDA events that are used again and again, and how the GPU's clock lies against the node's.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -11,7 +12,12 @@
 namespace keepstep::nccl {
 namespace {
 
-constexpr std::uint64_t kBaseNs = 1'000'000'000;  // a base is used for so long: elapsed times are floats
+// A base is used for so long: elapsed times are floats, of a quarter of a microsecond by then, and clocks drift apart.
+constexpr std::uint64_t kBaseNs = 4'000'000'000;
+// A base that is known no better than this is followed sooner, for the first few.
+constexpr std::uint64_t kCloseNs = 200'000, kSoonNs = 50'000'000;
+constexpr unsigned kFirstBases = 20;
+constexpr std::uint64_t kAtOnceNs = 200'000;      // an idle GPU comes to an event within this time
 constexpr std::size_t kSpans = 256;               // that are made at once for a context,
 constexpr std::size_t kMostSpans = 4096;          // and at most: so much is under way where the host is far ahead
 
@@ -21,6 +27,7 @@ using cuda::Driver;
 struct Base {
   Handle event;
   std::uint64_t ns;
+  std::uint64_t within_ns;  // of each other lay the two looks at the clock that it came between
   int users;
 };
 
@@ -28,6 +35,9 @@ struct Context {
   Handle handle, stream = nullptr;
   std::deque<Base> bases{};  // the last is the newest
   std::size_t spans = 0;
+  unsigned followed = 0;          // how many bases there were
+  Handle coming = nullptr;        // the event of the next one, on its way
+  std::uint64_t not_before = 0;   // it had not come then
 };
 
 struct Iteration;
@@ -126,41 +136,69 @@ class Events {
     return false;
   }
 
-  // By the thread alone: a base of now for each context that has none or an old one. False: CUDA has failed.
+  // By the thread alone: a new base for each context that has none or an old one. False: CUDA has failed.
   bool renew() noexcept try {
-    const std::uint64_t now = ring::monotonic_ns();
-    for (Context& context : contexts_) {  // only this thread changes them
-      if (!context.bases.empty() && now - context.bases.back().ns < kBaseNs) continue;
-      Base made{take_base(context), 0, 0};
-      if (made.event == nullptr || !lay_against_clock(made, context)) return false;
-      const std::lock_guard<std::mutex> guard(lock_);
-      context.bases.push_back(made);
-    }
+    for (Context& context : contexts_)  // only this thread changes them
+      if ((context.coming != nullptr || is_due(context)) && !follow(context)) return false;
     return true;
   } catch (...) {
     return false;
   }
 
+  // By the thread alone: whether a base is on its way, so that it is worth looking often.
+  bool is_coming() const noexcept {
+    return std::any_of(contexts_.begin(), contexts_.end(), [](const Context& one) { return one.coming != nullptr; });
+  }
+
  private:
-  // Between two looks at the clock; again where we were kept from looking, and content with less each time. The event of an
-  // empty stream comes at once: nothing is waited for but that.
-  static bool lay_against_clock(Base& base, const Context& context) noexcept {
-    constexpr std::uint64_t kMostNs = 1'000'000'000;
+  static bool is_due(const Context& context) noexcept {
+    if (context.bases.empty()) return true;
+    const Base& last = context.bases.back();
+    const bool soon = last.within_ns > kCloseNs && context.followed < kFirstBases;
+    return ring::monotonic_ns() - last.ns >= (soon ? kSoonNs : kBaseNs);
+  }
+
+  // An event on an empty stream of ours comes at once, or when the GPU has worked off what was queued before it: streams
+  // share the hardware's queues, in many trainings a single one (CUDA_DEVICE_MAX_CONNECTIONS=1). So it is looked at in
+  // passing. False: CUDA has failed.
+  bool follow(Context& context) {
     const Driver& cuda = *Driver::get();
-    std::uint64_t close = 100'000;
-    for (int tries = 0; tries < 10; ++tries, close *= 2) {
-      const std::uint64_t before = ring::monotonic_ns();
-      if (cuda.set_context(context.handle) != 0 || cuda.record(base.event, context.stream) != 0) return false;
-      std::uint64_t after = before;
-      int state = Driver::kNotReady;
-      while (state == Driver::kNotReady && after - before < kMostNs) {
-        state = cuda.query(base.event);
-        after = ring::monotonic_ns();
-      }
-      if (state != 0) return false;
-      base.ns = before + (after - before) / 2;
-      if (after - before < close) break;
+    if (cuda.set_context(context.handle) != 0) return false;
+    const std::uint64_t began = ring::monotonic_ns();
+    if (context.coming == nullptr) {
+      Handle event = take_base(context);
+      if (event == nullptr || cuda.record(event, context.stream) != 0) return false;
+      context.coming = event;
+      context.not_before = began;
     }
+    while (true) {
+      const std::uint64_t before = ring::monotonic_ns();
+      const int state = cuda.query(context.coming);
+      const std::uint64_t after = ring::monotonic_ns();
+      if (state == 0) return came(context, after);
+      if (state != Driver::kNotReady) return false;
+      context.not_before = before;
+      if (after - began > kAtOnceNs) return true;
+    }
+  }
+
+  // Between two looks at the clock, where it is to be expected from the last base.
+  bool came(Context& context, std::uint64_t after) {
+    Base made{context.coming, context.not_before + (after - context.not_before) / 2, after - context.not_before, 0};
+    if (context.bases.empty()) {
+      if (made.within_ns > kSoonNs) {  // nothing else says where it lies
+        context.not_before = ring::monotonic_ns();
+        return Driver::get()->record(made.event, context.stream) == 0;
+      }
+    } else {
+      float ms = 0;
+      if (Driver::get()->elapsed(&ms, context.bases.back().event, made.event) != 0) return false;
+      made.ns = std::clamp(at(context.bases.back(), ms), context.not_before, after);
+    }
+    const std::lock_guard<std::mutex> guard(lock_);
+    context.bases.push_back(made);
+    context.coming = nullptr;
+    ++context.followed;
     return true;
   }
 

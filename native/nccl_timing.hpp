@@ -316,7 +316,14 @@ class Timing {
       const std::lock_guard<std::mutex> guard(lock_);
       if (under_way_.empty() && over_.empty() && current_ == nullptr) us = std::max<std::uint64_t>(us, kIdleLookUs);
     }
-    usleep(is_ordered() ? kLookUs : std::max(static_cast<unsigned>(us), kLookUs));
+    if (is_ordered()) us = 0;
+    do {
+      usleep(kLookUs);
+      us -= std::min<std::uint64_t>(us, kLookUs);
+      if (!events_.is_coming()) break;
+      if (!off_ && !events_.renew()) fail("an event could not be made");
+    } while (us > 0);
+    if (us > 0) usleep(static_cast<unsigned>(us));
   }
 
   void done(Span* span) noexcept {

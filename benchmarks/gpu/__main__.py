@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,22 @@ class Bench:
     def left_s(self) -> float:
         return self._until_s - time.monotonic()
 
+    def room(self, part: str) -> Path:
+        """A folder for the jobs of a part. Raises RuntimeError where they have no GPU to run on."""
+        if not self.judged:
+            raise RuntimeError("the jobs need a GPU, or the stand-in")
+        folder = self._folder / part
+        folder.mkdir()
+        return folder
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """For jobs that import the bench."""
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # Where there is no network, NCCL would look for one.
+        interface = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
+        return {**os.environ, "NCCL_SOCKET_IFNAME": interface, "PYTHONPATH": path}
+
     def job(self, part: str, *, ranks: int = 1, watch: bool = True) -> list[dict[str, Any]]:
         """The result of each rank. Raises RuntimeError with the job's last words."""
         self._jobs += 1
@@ -83,11 +99,9 @@ class Bench:
         command = [sys.executable, "-m", "keepstep.cli", "run", "--nproc-per-node", str(ranks)]
         command += ["--run-dir", str(folder / "run"), *(() if watch else ("--no-watch",))]
         command += [str(JOB), part, str(folder / "result"), self.device, "quick" if self.quick else "whole"]
-        # Where there is no network, NCCL would look for one.
-        more = {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")}
         console = folder / "console.txt"
         with console.open("wb") as log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | more)
+            launcher = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment())
             patience_s = max(30.0, min(_JOB_S, self.left_s() + 30.0)) if self.judged else 4 * _JOB_S
             try:
                 code = launcher.wait(patience_s)
@@ -206,33 +220,26 @@ def memory_checkpoint(bench: Bench) -> None:
     bench.add("restored bytes are those saved", "yes" if found["same"] else "no", "", met=found["same"])
 
 
-def verdicts(bench: Bench) -> None:
-    """Who is named: the stand-in's jobs and faults, here."""
-    if not bench.judged:
-        bench.report.leave_out("verdicts", "the jobs need a GPU, or the stand-in")
-        return
-    environment: dict[str, str] = {
-        **os.environ,
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    cases = SLOW[:4] if bench.quick else SLOW
-    with tempfile.TemporaryDirectory() as folder, mps(Path(folder, "mps")) as shared_by:
-        how = "they share the GPU by MPS" if shared_by else "no MPS: they take turns on the GPU"
-        slow = play_all(cases, Path(folder, "slow"), sys.executable, {**environment, **shared_by})
-    told_of(bench, "slow ranks", slow, how)
-    errors = [told.error for told in slow if told.error is not None]
+def slow_ranks(bench: Bench) -> None:
+    """Who is named: the stand-in's jobs and their slow ranks, here."""
+    folder = bench.room("slow")
+    with mps(folder / "mps") as shared_by:
+        found = play_all(SLOW[:4] if bench.quick else SLOW, folder, {**bench.environment(), **shared_by})
+    how = "they share the GPU by MPS" if shared_by else "no MPS: they take turns on the GPU"
+    told_of(bench, "slow ranks", found, how)
+    errors = [told.error for told in found if told.error is not None]
     error = 100 * max(errors, default=float("nan"))
     bench.add("error of an iteration", error, "%", goal=ERROR_GOAL, met=error <= ERROR_PERCENT, limit=how)
-    with tempfile.TemporaryDirectory() as folder:
-        stuck = play_all(
-            STUCK[:4] if bench.quick else STUCK, Path(folder, "stuck"), sys.executable, environment
-        )
-    told_of(bench, "hangs and crashes", stuck, "they take turns on the GPU")
+
+
+def hangs(bench: Bench) -> None:
+    """The same for jobs that hang or die."""
+    found = play_all(STUCK[:4] if bench.quick else STUCK, bench.room("stuck"), bench.environment())
+    told_of(bench, "hangs and crashes", found, "they take turns on the GPU")
 
 
 def told_of(bench: Bench, what: str, found: Sequence[Told], how: str) -> None:
-    limit = f"{RANKS} ranks on one GPU, {how}; layers last 0.3 ms each, by a kernel that spins"
+    limit = f"{RANKS} ranks on one GPU, {how}; layers last 3 ms each, by a kernel that spins"
     for told in found:
         right = "right" if told.is_right else "wrong"
         bench.add(told.case.name, right, "", met=told.is_right, peers=told.summary())
@@ -295,7 +302,8 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "two ranks on one GPU": shared,
     "GEMM validation": gemm,
     "memory checkpoint": memory_checkpoint,
-    "verdicts": verdicts,
+    "slow ranks": slow_ranks,
+    "hangs and crashes": hangs,
     "iteration overhead": overhead,
 }
 
@@ -313,13 +321,16 @@ def main() -> None:
     parser = bench_arguments("gpu", "What holds on a GPU, with NCCL and CUDA themselves.")
     parser.add_argument("--cpu", action="store_true", help="try the bench on Gloo; nothing is judged")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part (repeatable)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="leave the jobs' folders in DIR, which is there"
+    )
     chosen = parser.parse_args()
     report = Report("gpu", quick=chosen.quick)
     why = "" if chosen.cpu else no_gpu()
     if why:
         report.leave_out("everything", why)
     else:
-        with tempfile.TemporaryDirectory() as folder:
+        with nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as folder:
             device, seconds = "cpu" if chosen.cpu else "cuda", 150.0 if chosen.quick else 480.0
             bench = Bench(report, Path(folder), device=device, quick=chosen.quick, seconds=seconds)
             for name in chosen.part or PARTS:

@@ -17,7 +17,7 @@ from torch import nn
 SHARED_FROM = (2, 30)  # NCCL that lets ranks of one host share a GPU
 FOR_GOOD_CYCLES = 1 << 62
 _TRIED_CYCLES = 20_000_000
-_LAYER_US = 300.0
+_LAYER_US = 3000.0
 
 
 def take_device(local_rank: int, ranks: int) -> torch.device:

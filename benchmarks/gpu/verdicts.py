@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,8 @@ from benchmarks.stand_in.launch import TRAIN, read_log
 from keepstep.core.events import Device, Kind
 from keepstep.ring import RingReader
 
-RANKS, ONSET, EARLY = 2, 40, 3
-STEPS, STEPS_OF_HANG = 75, 60
+RANKS, ONSET, EARLY = 2, 60, 3
+STEPS, STEPS_OF_HANG = 180, 80  # the host is some twenty steps ahead, and verdicts come once a second
 PAUSE_S = 6.0
 _PATIENCE_S = 75.0  # for a verdict on what hangs
 _SETTLES_S = 6.0  # for a closer look at it
@@ -145,12 +146,12 @@ class Told:
         return found
 
 
-def play(case: Case, folder: Path, python: str, environment: Mapping[str, str]) -> Told:
+def play(case: Case, folder: Path, environment: Mapping[str, str]) -> Told:
     """The job of a case, until it is over or has been told of."""
     folder.mkdir(parents=True)
     (folder / "devices").mkdir()
     more = {VARIABLE: to_text(case.faults), "STAND_IN_LOG": str(folder / "devices"), "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "keepstep.cli", "run", "--nproc-per-node", str(RANKS)]
+    command = [sys.executable, "-m", "keepstep.cli", "run", "--nproc-per-node", str(RANKS)]
     command += ["--run-dir", str(folder / "run"), str(TRAIN), "--real"]
     command += ["--layout", case.layout, "--steps", str(case.steps)]
     console = folder / "console.txt"
@@ -208,10 +209,10 @@ def measured(ring: Path) -> dict[int, int]:
     return {number: ended - began for number, began, ended in rows[["peer", "wait_ns", "end_ns"]].tolist()}
 
 
-def play_all(cases: Sequence[Case], folder: Path, python: str, environment: Mapping[str, str]) -> list[Told]:
+def play_all(cases: Sequence[Case], folder: Path, environment: Mapping[str, str]) -> list[Told]:
     with ThreadPoolExecutor(_TOGETHER) as pool:
         jobs = [
-            pool.submit(play, case, folder / f"case-{number}", python, environment)
+            pool.submit(play, case, folder / f"case-{number}", environment)
             for number, case in enumerate(cases)
         ]
         return [job.result() for job in jobs]

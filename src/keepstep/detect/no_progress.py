@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from keepstep.core.events import Phase
@@ -112,6 +113,7 @@ class HangDetector:
         held: bool = False,
         moved_s: float | None = None,
         still_s: float = 0.0,
+        device_still_s: float = math.inf,
     ) -> NoProgress | None:
         """Look at the rank at ``now_s``; report once per standstill that it is over the limit.
 
@@ -123,6 +125,8 @@ class HangDetector:
         waiting; such time is neither a standstill nor a gap to learn from. ``moved_s``: when it made its last
         progress, where that is known better than by looking now and then; ``overdue_s`` is counted from it, a
         report from the look that saw it. ``still_s``: for how long its process has done nothing at all.
+        ``device_still_s``: for how long its device had ended nothing when that was last known; a host that is far ahead
+        of its device, and waits for it, stands still only as long as that does.
         """
         if step >= 0:
             self._steps += max(0, step - self._step) if self._step is not None else 0
@@ -143,9 +147,9 @@ class HangDetector:
             self.overdue_s, self.unsure = 0.0, False
             return None
         self._phase, self._waited = phase, waiting or unseen
-        stuck_s = now_s - self._seen_s
+        stuck_s = min(now_s - self._seen_s, device_still_s)
         stopped = min(stopped_s, stuck_s) > _FLOOR_S
-        waited_s = now_s - self._since_s
+        waited_s = min(now_s - self._since_s, device_still_s)
         is_long = waited_s > self._usual_s(phase)
         self.overdue_s = waited_s if waiting and is_long else 0.0
         limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting or unseen)
@@ -156,7 +160,7 @@ class HangDetector:
         if self.stuck is not None or stuck_s <= limit_s:
             return None
         self._stopped = stopped
-        self.stuck = NoProgress(self._seen_s, stuck_s, limit_s, phase)
+        self.stuck = NoProgress(max(self._seen_s, now_s - stuck_s), stuck_s, limit_s, phase)
         return self.stuck
 
     def _moved(self, gap_s: float) -> None:

@@ -42,6 +42,9 @@ class Dump:
     is_whole: bool = False  # whether it still has the first call of the process
     # Whether it tells which calls have ended: what hooks record of a backend ("nccl2") is called done when enqueued.
     tells_ends: bool = True
+    moved_ns: int = (
+        0  # when torch last saw the device begin or end a call, in ns on the clock on the wall; 0: never
+    )
 
 
 def strangers(dumps: Mapping[int, Dump]) -> dict[int, str]:

@@ -43,6 +43,7 @@ from keepstep.traces.recorded_content import content_of
 MOST_CALLS = 200_000  # calls read from a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
 _MOST_MEMBERS = 2 << 20  # members of all groups of a dump together
 _MOST_NUMBER = 1 << 62  # the largest sequence number or time in ns
+_MOVES = ("time_discovered_started_ns", "time_discovered_completed_ns")
 _NEWEST = 64  # calls of a dump that are read at least, where only the newest are
 _MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
@@ -314,6 +315,7 @@ def _parse(content: Any, rank: int) -> Dump:
         entries = merged(entries)
         if all(str(e["profiling_name"]).startswith("nccl:") for e in raw):
             entries = without_overtaken(entries)  # Gloo does several at a time
+        moved_ns = max((_whole(e.get(key) or 0) for e in raw for key in _MOVES), default=0)
         if not any(entry.begun for entry in entries):  # torch only looks where it keeps times
             entries = [replace(entry, begun=None) for entry in entries]
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
@@ -327,6 +329,7 @@ def _parse(content: Any, rank: int) -> Dump:
         [replace(entry, group=label[entry.group]) for entry in entries],
         any(one.get("record_id") == 0 for one in raw),
         tells_ends,
+        moved_ns,
     )
 
 

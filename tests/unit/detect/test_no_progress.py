@@ -327,3 +327,26 @@ def test_who_may_wait_unseen_for_ever_is_reported_in_the_end() -> None:
     ]
     (report,) = [one for one in reports if one is not None]
     assert report.limit_s == 30
+
+
+def test_a_host_stands_still_for_as_long_as_its_device_does() -> None:
+    """A host that has enqueued many steps waits for its device for longer than it ever did: that is no hang."""
+    rank = trained()
+
+    def look(seconds: float, device_still_s: float) -> NoProgress | None:
+        return rank.detector.observe(
+            rank.now_s + seconds,
+            rank.progress + 1,
+            Phase.BACKWARD,
+            step=rank.step,
+            waiting=True,
+            device_still_s=device_still_s,
+        )
+
+    assert not any(look(float(second), 0.3) for second in range(100))
+    assert rank.detector.overdue_s == 0
+    assert look(101.0, 20.0) is None
+    assert rank.detector.overdue_s == 20.0
+    found = look(102.0, 31.0)
+    assert found is not None
+    assert (found.stuck_s, found.since_s) == pytest.approx((31.0, rank.now_s + 71.0))

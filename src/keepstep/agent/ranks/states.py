@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
@@ -149,7 +150,8 @@ def rank_state(
 
 def know_device(track: RankTrack, progress: int, dump: Dump, streams: Rows) -> None:
     """Tell a track what the flight recorder of its process held when it had made this progress."""
-    track.know_device(progress, _device(track, _progress(track, streams, _NO_CALLS), dump))
+    still_s = max(time.time() - dump.moved_ns * 1e-9, 0.0) if dump.moved_ns else math.inf
+    track.know_device(progress, _device(track, _progress(track, streams, _NO_CALLS), dump), still_s)
 
 
 def _progress(track: RankTrack, streams: Rows, calls: LastCalls) -> tuple[StreamProgress, ...]:

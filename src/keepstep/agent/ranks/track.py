@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,20 @@ class Taken:
 
     iterations: list[tuple[IterationSummary, int]] = field(default_factory=list[tuple[IterationSummary, int]])
     findings: list[Finding] = field(default_factory=list[Finding])
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceTold:
+    """What was told of a rank's device when the rank had made this progress.
+
+    Attributes:
+        waits: whether it had calls to finish.
+        still_s: for how long it had begun and ended none; infinite where that is not known.
+    """
+
+    progress: int
+    waits: bool
+    still_s: float
 
 
 class RankTrack:
@@ -84,9 +99,8 @@ class RankTrack:
         self._progress_then = 0
         self.waiting = False
         self._has_device = self._unseen = False  # two facts: it has groups of a device; its waits are unseen
-        self._device_waits: tuple[int, bool] | None = (
-            None  # at which progress its device was known to wait or not
-        )
+        self._device_told: _DeviceTold | None = None
+        self._measured_ns = 0  # when the shim last told that the GPU has done something; 0: never
         self._next_search_ns = 0
 
     def phase(self) -> tuple[int, int]:
@@ -126,6 +140,7 @@ class RankTrack:
         if measured is not None and len(measured):
             self._learn_groups(measured, groups)
             self.device.take(measured)
+            self._measured_ns = now_ns
         cuts = self.cutter.feed(started, finished, lost, now_ns)
         if self.device.active != self._on_device:
             self._on_device = self.device.active
@@ -162,13 +177,22 @@ class RankTrack:
     @property
     def asks_device(self) -> bool:
         """Whether it stands still for longer than usual and it matters whether its device has calls to finish."""
-        hang = self.watch.hang
-        return self._has_device and (hang.unsure or hang.overdue_s > 0)
+        hang, told = self.watch.hang, self._told_of_device()
+        works = told is not None and told.waits and told.still_s < math.inf
+        return self._has_device and (hang.unsure or hang.overdue_s > 0 or works)
 
-    def know_device(self, progress: int, calls: DeviceCalls | None) -> None:
-        """Take what its device had to finish when the rank had made this progress; None: that is not known."""
+    def know_device(self, progress: int, calls: DeviceCalls | None, still_s: float = math.inf) -> None:
+        """Take what its device had to finish when the rank had made this progress; None: that is not known.
+
+        ``still_s``: for how long it had begun and ended no call then.
+        """
         if calls is not None and (calls.in_flight or calls.is_whole):
-            self._device_waits, self._next_search_ns = (progress, bool(calls.in_flight)), 0
+            self._device_told, self._next_search_ns = _DeviceTold(progress, bool(calls.in_flight), still_s), 0
+
+    def _told_of_device(self) -> _DeviceTold | None:
+        """What was told of its device since the rank's last progress."""
+        told = self._device_told
+        return told if told is not None and told.progress == self.progress else None
 
     def iterations(self, first_step: int, last_step: int) -> list[IterationSummary]:
         """The iterations from ``first_step`` to ``last_step``, of the last 256, of which no record was lost."""
@@ -217,17 +241,19 @@ class RankTrack:
         if moved or now_ns >= self._next_search_ns:
             # A rank that winds up after its operation failed has waited for others until then.
             gave_up = self.failed is not None and self.waiting
-            known = (
-                self._device_waits if self._device_waits and self._device_waits[0] == self.progress else None
-            )
+            known = self._told_of_device()
             self.waiting = (
                 not moved
                 and in_flight is not None
-                and (gave_up or (known is not None and known[1]) or blocked(in_flight()))
+                and (gave_up or (known is not None and known.waits) or blocked(in_flight()))
             )
             self._unseen = self._has_device and known is None and in_flight is not None and not self.waiting
             self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()
+        told = self._told_of_device()
+        device_still_s = told.still_s if told is not None and told.waits else math.inf
+        if self._measured_ns > self.last_progress_ns:
+            device_still_s = min(device_still_s, (now_ns - self._measured_ns) * 1e-9)
         found = self.watch.progress(
             now_ns * 1e-9,
             self.progress,
@@ -239,6 +265,7 @@ class RankTrack:
             self.last_progress_ns * 1e-9 if self.progress else None,
             still_ns * 1e-9,
             unseen=self._unseen,
+            device_still_s=device_still_s,
         )
         if found is not None:
             self._note([found])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -104,12 +105,14 @@ class RankWatch:
         still_s: float = 0.0,
         *,
         unseen: bool = False,
+        device_still_s: float = math.inf,
     ) -> Finding | None:
         """Take the rank's progress at ``now_s``: the number of records that have begun or ended so far.
 
         ``waiting``: the rank is blocked in an operation. ``stopped_s``: for how long its process has been stopped.
         ``held``: a hold is in force. ``moved_s``: when its last record began or ended. ``still_s``: for how long its
         process has done nothing at all. ``unseen``: whether it is blocked in an operation is not known.
+        ``device_still_s``: for how long its device had ended nothing when that was last known.
         """
         if not self._looked:  # steps before the start of this agent count as progress, too
             self._looked = True
@@ -126,6 +129,7 @@ class RankWatch:
             held=held,
             moved_s=moved_s,
             still_s=still_s,
+            device_still_s=device_still_s,
         )
         if stuck is not None:
             return Finding("hang", *seen, stuck_s=stuck.stuck_s, limit_s=stuck.limit_s, phase=phase)

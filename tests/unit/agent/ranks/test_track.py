@@ -8,7 +8,7 @@ from tests.unit.agent import agent_generator as g
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.core.events import Flag
-from keepstep.core.summary import GroupInfo
+from keepstep.core.summary import DeviceCalls, GroupInfo, OpInFlight
 
 EMPTY = np.zeros(0, g.RECORD)
 S = 1_000 * g.MS
@@ -67,3 +67,31 @@ def test_a_phase_that_is_interrupted_ends_no_standstill() -> None:
     track.take(EMPTY, interrupted, 0, 1000 * S, list)
     assert track.look(1001 * S, lambda: EMPTY) is None
     assert track.last_progress_ns == 1 * S
+
+
+def test_a_host_far_ahead_of_its_device_is_asked_on_while_that_works() -> None:
+    """As at the end of an epoch, where the host waits for all the steps that it has enqueued."""
+    group = GroupInfo("0", (0, 1), backend="cuda:nccl")
+    track = RankTrack(0, "here", (0,))
+    call = all_reduce(1, 1 * S)
+    call["end_ns"], call["flags"] = 1 * S, 0
+    track.take(call, call, 0, 1 * S, lambda: [group])
+    working = DeviceCalls((OpInFlight("0", int(g.ALLREDUCE), -1, 1, 1.0),), is_whole=True)
+
+    def look(second: int, still_s: float) -> str:
+        track.know_device(track.progress, working, still_s)
+        found = track.look(second * S, lambda: EMPTY)
+        return "" if found is None else found.kind
+
+    assert track.has_device
+    assert not any(look(second, 0.2) for second in range(2, 1000))
+    assert track.waiting
+    assert track.watch.hang.overdue_s == 0
+    assert track.asks_device
+    assert look(1000, 700.0) == "hang"
+    call["ticket"] = 2
+    track.take(call, call, 0, 1001 * S, lambda: [group])
+    found = track.look(1001 * S, lambda: EMPTY)
+    assert found is not None
+    assert found.kind == "resumed"
+    assert not track.asks_device
