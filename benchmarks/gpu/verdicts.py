@@ -62,7 +62,7 @@ SLOW = (
     *(slow("ddp", 1.3, 1), slow("ddp", 4, 0), slow("fsdp2", 1.3, 0), slow("fsdp2", 2, 1)),
     *(slow("pipeline", 2, 1), slow("ddp", 2, 1, EARLY), slow("fsdp2", 2, 0, EARLY)),
     *(Case("healthy, ddp", "ddp"), Case("healthy, fsdp2", "fsdp2"), Case("healthy, pipeline", "pipeline")),
-    Case("host slow by 20 ms, ddp", "ddp", (Fault("slow-host", rank=0, step=ONSET, value=0.02),), ("slow",)),
+    Case("host slow by 60 ms, ddp", "ddp", (Fault("slow-host", rank=0, step=ONSET, value=0.06),), ("slow",)),
 )
 PAUSE = Fault("slow-host", rank=0, step=ONSET, until=ONSET + 1, where="checkpoint", value=PAUSE_S)
 STUCK = (

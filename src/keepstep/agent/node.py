@@ -246,13 +246,14 @@ class NodeAgent:
     def profile(self, request: ProfileRequest) -> Profile:
         """The answer to a request: iterations, oldest first, and network traffic around the onset."""
         self._holding.take_times(_TIMES_S)
-        first, last, wanted = request.first_step, request.last_step, frozenset(request.blocks_of)
-        found = [one for ring in self._rings for one in ring.track.iterations(first, last)]
+        first, last, onset = request.first_step, request.last_step, request.onset_step
+        wanted = frozenset(request.blocks_of)
+        found = [one for ring in self._rings for one in ring.track.iterations(first, last, onset)]
         found.sort(key=lambda one: (one.step, one.rank))
         clock = self._recent_clock()
         asked = [ring.track for ring in self._rings if ring.rank in wanted]
         blocks = [block for track in asked for block in track.blocks(first, last)]
-        onset_s = min((one.start_s for one in found if one.step == request.onset_step), default=None)
+        onset_s = min((one.start_s for one in found if one.step == onset), default=None)
         network = self.network
         traffic, ports = (
             (network.traffic(onset_s), network.ports(onset_s)) if onset_s is not None else ((), ())

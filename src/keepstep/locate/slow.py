@@ -49,6 +49,7 @@ _MOST_HOST = (
     0.5  # part of the growth by which a host is further ahead, if its GPU has grown slower and not it
 )
 _HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
+_LEAST_WAIT = 0.25  # part of a GPU's growth that another rank must wait longer, if it slows the job down
 _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
 
 
@@ -131,7 +132,7 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         fact = f"iterations take {growth.job_before_s * 1e3:.0f} -> {growth.job_after_s * 1e3:.0f} ms"
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
     evidence = replace(evidence, causes=_that_explain(growth, evidence.causes))
-    chosen = _slow_ranks(growth)
+    chosen = _awaited(growth, _slow_ranks(growth))
     if len(chosen) == 0 and silent:
         chosen = _starved(growth, evidence.causes)
     explained = float(growth.share[chosen].max(initial=0.0))
@@ -219,6 +220,18 @@ def _slow_ranks(growth: _Growth) -> Ints:
         return np.zeros(0, dtype=np.int64)
     positions = np.flatnonzero(slow)
     return positions[np.argsort(-over_common[positions], kind="stable")][:_MAX_CULPRITS]
+
+
+def _awaited(growth: _Growth, chosen: Ints) -> Ints:
+    """The chosen ranks, or none if no other rank waits longer than before.
+
+    What a GPU takes longer for while it would wait anyway slows nobody down.
+    """
+    others = np.setdiff1d(np.arange(len(growth.ranks)), chosen)
+    if growth.before is None or not len(chosen) or not len(others) or not growth.on_gpu.all():
+        return chosen
+    longer = float((growth.after.blocked_s - growth.before.blocked_s)[others].max())
+    return chosen if longer >= _LEAST_WAIT * float(growth.gain_s[chosen].max()) else chosen[:0]
 
 
 def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:

@@ -126,3 +126,19 @@ def test_a_gpu_that_is_slow_from_the_start() -> None:
     evidence = Evidence(GROUPS, NODES, None, before=[], after=rows, onset_step=0)
     (culprit,) = locate_slow(evidence).culprits
     assert (culprit.rank, culprit.cause, culprit.confidence) == (2, "compute on the GPU", "medium")
+
+
+def test_a_gpu_for_which_nobody_waits_longer_slows_nobody_down() -> None:
+    """Rank 0 is by far the slowest and becomes slower; so does rank 1, which has waited for it all the same."""
+    rows: list[IterationSummary] = []
+    for step in range(20):
+        own = (0.144, 0.037) if step < 10 else (0.158, 0.051)
+        rows += [
+            IterationSummary(rank, step, float(step), own[0], own[rank], own[0] - own[rank], ahead_s=0.5)
+            for rank in (0, 1)
+        ]
+    nodes = dict.fromkeys((0, 1), "node-0")
+    before, after = [row for row in rows if row.step < 10], [row for row in rows if row.step >= 10]
+    groups = {"0": GroupInfo("0", (0, 1), "cuda:nccl")}
+    found = locate_slow(Evidence(groups, nodes, None, before=before, after=after, onset_step=10))
+    assert not found.culprits

@@ -194,9 +194,15 @@ class RankTrack:
         told = self._device_told
         return told if told is not None and told.progress == self.progress else None
 
-    def iterations(self, first_step: int, last_step: int) -> list[IterationSummary]:
-        """The iterations from ``first_step`` to ``last_step``, of the last 256, of which no record was lost."""
+    def iterations(self, first_step: int, last_step: int, onset_step: int = -1) -> list[IterationSummary]:
+        """The iterations from ``first_step`` to ``last_step``, of the last 256, of which no record was lost.
+
+        Where only some are measured, there are earlier ones in the place of those missing before ``onset_step``.
+        """
         found = [one for one in self._history if first_step <= one.step <= last_step]
+        lacking = onset_step - first_step - sum(one.step < onset_step for one in found)
+        if self._on_device and lacking > 0:
+            found = [one for one in self._history if one.step < first_step][-lacking:] + found
         return found + [
             summarise(cut, self.rank, self._names)
             for several in self._cuts

@@ -191,7 +191,7 @@ class SlowCase(Case):
         if self.early:
             self._judge_early(rows, unanswered, now_s)
             return
-        before = between(rows, 0, onset)
+        before = between(rows, self._other_steps(onset), onset)
         surely = between(before, 0, onset - _EDGE_STEPS)
         if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
             before = surely
@@ -291,13 +291,16 @@ class SlowCase(Case):
         onset = self.onset_step
         reach = BEFORE_STEPS if self._desk.cluster.known_ranks <= LARGE_WORLD else _BEFORE_STEPS_LARGE
         first = 0 if self.early else max(onset - reach, 0)
-        changed = self._desk.register.previous_change(onset - NEAR_STEPS)
-        if changed < onset:
-            first = max(first, min(changed + 1, onset - NEAR_STEPS))
+        first = max(first, self._other_steps(onset))
         newest = max(self._desk.cluster.newest_step, self._detected_step)
         last = max(newest, onset) if newest < onset + 4 * reach else onset + 4 * reach
         self._asked_step, self._asked_s = newest, now_s
         self.question = self._desk.agents.ask_profiles(first, last + 1, now_s, onset, self._blocks_of)
+
+    def _other_steps(self, onset: int) -> int:
+        """How many steps at the beginning had another pace, before another incident began or ended."""
+        changed = self._desk.register.previous_change(onset - NEAR_STEPS)
+        return max(min(changed + 1, onset - NEAR_STEPS), 0)
 
     def _ask_for_relief(self, now_s: float) -> None:
         """Look at the newest steps of all ranks, as some ranks report relief."""

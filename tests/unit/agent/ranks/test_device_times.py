@@ -181,3 +181,17 @@ def test_a_host_may_be_far_ahead() -> None:
     assert [row.step for row in rows] == list(range(rows[0].step, 200))
     assert len(rows) > 150
     assert all(row.duration_s == pytest.approx(0.1) for row in rows)
+
+
+def test_where_few_are_measured_earlier_ones_take_the_place_of_those_missing() -> None:
+    job = Job()
+    for number in range(300):
+        job.step(own_ms=40, blocked_ms=10, measured=Device.ITERATION if number % 64 < 8 else None)
+    job.settle()
+    measured = [one.step for one in job.track.iterations(0, 10_000)]
+    assert [step for step in measured if step < 256][-16:] == [*range(128, 136), *range(192, 200)]
+    found = [one.step for one in job.track.iterations(240, 10_000, 256)]
+    assert found == [step for step in measured if step >= 256 or step in (*range(128, 136), *range(192, 200))]
+    assert [one.step for one in job.track.iterations(240, 10_000)] == [
+        step for step in measured if step >= 256
+    ]
