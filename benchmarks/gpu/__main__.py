@@ -239,7 +239,7 @@ def hangs(bench: Bench) -> None:
 
 
 def told_of(bench: Bench, what: str, found: Sequence[Told], how: str) -> None:
-    limit = f"{RANKS} ranks on one GPU, {how}; layers last 3 ms each, by a kernel that spins"
+    limit = f"{RANKS} ranks on one GPU, {how}; a layer's time is that of a kernel that spins"
     for told in found:
         right = "right" if told.is_right else "wrong"
         bench.add(told.case.name, right, "", met=told.is_right, peers=told.summary())

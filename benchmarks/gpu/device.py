@@ -17,7 +17,6 @@ from torch import nn
 SHARED_FROM = (2, 30)  # NCCL that lets ranks of one host share a GPU
 FOR_GOOD_CYCLES = 1 << 62
 _TRIED_CYCLES = 20_000_000
-_LAYER_US = 3000.0
 
 
 def take_device(local_rank: int, ranks: int) -> torch.device:
@@ -43,7 +42,7 @@ def share_device() -> None:
 class RealDevice:
     """Plays on a GPU what ``benchmarks.stand_in.device.Device`` plays on the stand-in, as far as one GPU can."""
 
-    def __init__(self, layer_us: float = _LAYER_US) -> None:
+    def __init__(self, layer_us: float) -> None:
         self._factor = 1.0
         self._next: str = ""
         self._marks: dict[int, torch.cuda.Event] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stand_in.faults import VARIABLE, Fault, to_text
+from benchmarks.stand_in.faults import VARIABLE, Fault, Phase, to_text
 from benchmarks.stand_in.launch import TRAIN, read_log
 
 from keepstep.core.events import Device, Kind
@@ -26,6 +26,7 @@ from keepstep.ring import RingReader
 
 RANKS, ONSET, EARLY = 2, 60, 3
 STEPS, STEPS_OF_HANG = 180, 80  # the host is some twenty steps ahead, and verdicts come once a second
+SLOW_LAYER_US, STUCK_LAYER_US = 3000, 300  # who takes turns on the GPU is slow enough
 PAUSE_S = 6.0
 _PATIENCE_S = 75.0  # for a verdict on what hangs
 _SETTLES_S = 6.0  # for a closer look at it
@@ -41,6 +42,7 @@ class Case:
     faults: tuple[Fault, ...] = ()
     kinds: tuple[str, ...] = ()
     steps: int = STEPS
+    layer_us: int = SLOW_LAYER_US
 
     @property
     def rank(self) -> int | None:
@@ -53,9 +55,12 @@ def slow(layout: str, factor: float, rank: int, onset: int = ONSET) -> Case:
     return Case(name, layout, (Fault("slow", rank=rank, step=onset, value=factor),), ("slow",))
 
 
-def hung(where: Any, rank: int) -> Case:
-    fault = Fault("hang", rank=rank, step=ONSET, where=where)
-    return Case(f"host hangs in {where}", "ddp", (fault,), ("hang",), STEPS_OF_HANG)
+def stuck(name: str, fault: Fault, *kinds: str) -> Case:
+    return Case(name, "ddp", (fault,), kinds, STEPS_OF_HANG, STUCK_LAYER_US)
+
+
+def hung(where: Phase, rank: int) -> Case:
+    return stuck(f"host hangs in {where}", Fault("hang", rank=rank, step=ONSET, where=where), "hang")
 
 
 SLOW = (
@@ -68,30 +73,12 @@ PAUSE = Fault("slow-host", rank=0, step=ONSET, until=ONSET + 1, where="checkpoin
 STUCK = (
     *(hung("data", 1), hung("forward", 0), hung("backward", 1), hung("optimizer", 0)),
     hung("checkpoint", 1),
-    Case(
-        "kernel never ends",
-        "ddp",
-        (Fault("never-ends", rank=1, step=ONSET, where="forward"),),
-        ("hang",),
-        STEPS_OF_HANG,
-    ),
-    Case("a call is skipped", "ddp", (Fault("skip", rank=1, step=ONSET),), ("desync", "hang"), STEPS_OF_HANG),
-    Case(
-        "another call",
-        "ddp",
-        (Fault("order", rank=0, step=ONSET),),
-        ("desync", "hang", "crash"),
-        STEPS_OF_HANG,
-    ),
-    Case(f"healthy, {PAUSE_S:g} s in a checkpoint", "ddp", (PAUSE,), (), STEPS_OF_HANG),
-    Case("killed", "ddp", (Fault("die", rank=1, step=ONSET, where="backward"),), ("crash",), STEPS_OF_HANG),
-    Case(
-        "a kernel reads outside",
-        "ddp",
-        (Fault("illegal-address", rank=0, step=ONSET),),
-        ("crash",),
-        STEPS_OF_HANG,
-    ),
+    stuck("kernel never ends", Fault("never-ends", rank=1, step=ONSET), "hang"),
+    stuck("a call is skipped", Fault("skip", rank=1, step=ONSET), "desync", "hang"),
+    stuck("another call", Fault("order", rank=0, step=ONSET), "desync", "hang", "crash"),
+    stuck(f"healthy, {PAUSE_S:g} s in a checkpoint", PAUSE),
+    stuck("killed", Fault("die", rank=1, step=ONSET, where="backward"), "crash"),
+    stuck("a kernel reads outside", Fault("illegal-address", rank=0, step=ONSET), "crash"),
 )
 
 
@@ -110,12 +97,17 @@ class Told:
         return [culprit for incident in self.incidents for culprit in incident["culprits"]]
 
     @property
+    def first(self) -> Mapping[str, Any] | None:
+        """The first incident of the kind that is right."""
+        return next((one for one in self.incidents if one["kind"] in self.case.kinds), None)
+
+    @property
     def is_right(self) -> bool:
-        """The rank is named, alone or in a tie of both, in the first incident; or nobody is, where nothing is wrong."""
+        """The rank is named, alone or in a tie of both, in the first incident of its kind; nobody where all is well."""
         if not self.case.kinds:
             return not self.named
-        first = self.incidents[0] if self.incidents else None
-        if first is None or first["kind"] not in self.case.kinds:
+        first = self.first
+        if first is None:
             return False
         ranks = [culprit["rank"] for culprit in first["culprits"]]
         tie = "desync" in self.case.kinds and sorted(ranks) == list(range(RANKS))
@@ -137,8 +129,8 @@ class Told:
             for incident in self.incidents
         ]
         found: dict[str, float | int | str] = {"told": "; ".join(said) or "nothing"}
-        if self.incidents and self.case.kinds:
-            first = self.incidents[0]
+        first = self.first
+        if first is not None:
             if first["kind"] == "slow":
                 found["iterations"] = first["detected_step"] - self.case.faults[0].step + 1
             elif first["kind"] in ("hang", "desync"):
@@ -153,7 +145,7 @@ def play(case: Case, folder: Path, environment: Mapping[str, str]) -> Told:
     more = {VARIABLE: to_text(case.faults), "STAND_IN_LOG": str(folder / "devices"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "keepstep.cli", "run", "--nproc-per-node", str(RANKS)]
     command += ["--run-dir", str(folder / "run"), str(TRAIN), "--real"]
-    command += ["--layout", case.layout, "--steps", str(case.steps)]
+    command += ["--layout", case.layout, "--steps", str(case.steps), "--layer-us", str(case.layer_us)]
     console = folder / "console.txt"
     with console.open("wb") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, env={**environment, **more})

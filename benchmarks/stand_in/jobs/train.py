@@ -4,7 +4,7 @@
 
 ``pipeline`` is two stages by as many replicas as there are pairs of ranks, with torch.distributed.pipelining's 1F1B.
 Each step ends with a small all-reduce, as of a gradient's norm, and a mark in the device's log.
-``--real``: on a GPU that is there (benchmarks/gpu/device.py).
+``--real``: on a GPU that is there, where a layer's pass takes ``--layer-us`` (benchmarks/gpu/device.py).
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--layer-us", type=float, default=3000)
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -128,7 +129,7 @@ def main() -> None:
         compute_values()
         torch.cuda.set_device(local_rank)
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
-    device = RealDevice() if arguments.real else Device()
+    device = RealDevice(arguments.layer_us) if arguments.real else Device()
     script = Script.from_environment(device, rank)
     layout = LAYOUTS[arguments.layout](arguments, script)
     if isinstance(device, RealDevice):
