@@ -165,10 +165,10 @@ class NodeAgent:
     def _look_at_devices(self, now_ns: int) -> None:
         """Ask ranks that stand still for longer than usual what their devices have to finish."""
         asking = asking_devices(self._rings)
-        for rank, (progress, dump) in self._recorder.look(now_ns * 1e-9, asking).items():
+        for rank, (counts, dump) in self._recorder.look(now_ns * 1e-9, asking).items():
             ring = self._tracks[rank]
-            if ring.reader is not None:
-                know_device(ring.track, progress, dump, ring.reader.streams())
+            if ring.reader is not None and ring.counts == counts:
+                know_device(ring.track, ring.track.progress, dump, ring.reader.streams())
 
     def _processes(self) -> dict[int, ProcessId]:
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
@@ -281,6 +281,7 @@ class NodeAgent:
         dumps = await self._recorder.answers(having_devices(self._rings))
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
+        dumps = self._recorder.with_last(now_ns * 1e-9, dumps, having_devices(self._rings))
         states = [
             self._state(ring, now_ns, stacks.get(ring.rank, ""), dumps.get(ring.rank)) for ring in self._rings
         ]

@@ -32,6 +32,11 @@ class WatchedRing:
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
 
+    @property
+    def counts(self) -> int:
+        """Changes with every call that begins, whoever records it, and with every end that the probe records."""
+        return self.track.progress + (self.header.written if self.header is not None else 0)
+
     def process_state(self) -> str:
         """The letter of ``/proc`` for the state of its process; "" while that is not known."""
         return state_of(self.process) if self.process is not None else ""
@@ -43,19 +48,19 @@ class WatchedRing:
         return state
 
 
-def having_devices(rings: Iterable[WatchedRing]) -> dict[int, int]:
-    """The living processes, by rank, that have groups of a device."""
+def having_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
+    """The living processes that have groups of a device, and their counts, by rank."""
     return {
-        ring.rank: ring.process.pid
+        ring.rank: (ring.process.pid, ring.counts)
         for ring in rings
         if ring.process is not None and not ring.ended and ring.track.has_device
     }
 
 
 def asking_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
-    """Process and progress, by rank, of those that stand still for longer than usual and may wait for a device."""
+    """The same of those that stand still for longer than usual and may wait for a device."""
     return {
-        ring.rank: (ring.process.pid, ring.track.progress)
+        ring.rank: (ring.process.pid, ring.counts)
         for ring in rings
         if ring.process is not None and not ring.ended and ring.track.asks_device
     }

@@ -7,7 +7,6 @@ interpreter is busy for some milliseconds with the answer.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import threading
@@ -33,7 +32,7 @@ _PACE_S = 5.0  # for so long the calls of a rank are counted
 _AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
-_OLD_S = 6.0  # until then an answer stands for one that does not come
+_OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
 _MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
 
 
@@ -67,13 +66,22 @@ def time_calls(run_dir: Path, process: int) -> None:
         connection.recv(1)  # returns when that is done
 
 
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last answer of a process, when it came, and the counts of its rank when it was asked."""
+
+    answer: Answer
+    at_s: float
+    counts: int
+
+
 @dataclass(slots=True)
 class _Question:
-    """What was asked about a rank that had made so much progress."""
+    """What was asked about a rank that had these counts."""
 
     rank: int
     process: int
-    progress: int
+    counts: int
     next_s: float
     is_answered: bool = False
     answer: Answer = None
@@ -90,7 +98,7 @@ class RecorderSensor:
     ) -> None:
         self._run_dir, self._ask, self._time_calls = run_dir, ask, time_calls
         self._questions: dict[int, _Question] = {}
-        self._last: dict[int, tuple[Answer, float]] = {}  # by process: its last answer, and when that came
+        self._last: dict[int, _Last] = {}  # by process
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number
@@ -101,21 +109,21 @@ class RecorderSensor:
 
         Args:
             now_s: the time on the node's clock.
-            wanted: process and progress by rank.
+            wanted: process and counts by rank; the counts change with every call of the rank.
 
         Returns:
-            By rank the progress that it had made when it was asked, and what its recorder held.
+            By rank its counts when it was asked, and what its recorder held.
         """
         found: dict[int, tuple[int, Dump]] = {}
         for rank, one in list(self._questions.items()):
             if one.is_answered and isinstance(one.answer, Dump):
-                found[rank] = one.progress, one.answer
+                found[rank] = one.counts, one.answer
                 one.answer = None
             if one.is_answered and (rank not in wanted or now_s >= one.next_s):
                 del self._questions[rank]
-        for rank, (process, progress) in wanted.items():
+        for rank, (process, counts) in wanted.items():
             if rank not in self._questions:
-                one = self._questions[rank] = _Question(rank, process, progress, now_s + _AGAIN_S)
+                one = self._questions[rank] = _Question(rank, process, counts, now_s + _AGAIN_S)
                 name = "keepstep-recorder"
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
         return found
@@ -138,30 +146,36 @@ class RecorderSensor:
     def _answer(self, one: _Question) -> None:
         try:
             one.answer = self._ask(self._run_dir, one.process, one.rank)
-            self._last[one.process] = one.answer, time.monotonic()
+            self._last[one.process] = _Last(one.answer, time.monotonic(), one.counts)
         finally:
             one.is_answered = True
 
-    async def answers(self, processes: Mapping[int, int]) -> dict[int, Answer]:
-        """The answers of all these processes, by rank, within half a second.
-
-        Of one that says nothing in that time it is the last answer, if that is not old; None if there is none.
-        """
+    async def answers(self, ranks: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
+        """The answers that come within half a second, by rank. ``ranks``: process and counts of those to ask."""
         asked = {
             rank: asyncio.ensure_future(asyncio.to_thread(self._ask, self._run_dir, process, rank))
-            for rank, process in processes.items()
+            for rank, (process, _) in ranks.items()
         }
         if asked:
             await asyncio.wait(asked.values(), timeout=_AT_ONCE_S)
-        found: dict[int, Answer] = {}
-        for rank, task in asked.items():
-            if task.done():
-                found[rank] = task.result()
-            else:
-                task.cancel()
-                found[rank] = self._last_answer(processes[rank])
-        return found
+        for task in asked.values():
+            task.cancel()
+        return {rank: task.result() for rank, task in asked.items() if task.done()}
 
-    def _last_answer(self, process: int) -> Answer:
-        answer, at_s = self._last.get(process, (None, -math.inf))
-        return answer if time.monotonic() - at_s < _OLD_S else None
+    def with_last(
+        self, now_s: float, fresh: Mapping[int, Answer], ranks: Mapping[int, tuple[int, int]]
+    ) -> dict[int, Answer]:
+        """These answers, and for those that did not come the last ones, as far as they still hold.
+
+        Args:
+            now_s: the time on the node's clock.
+            fresh: what `answers` returned.
+            ranks: process and counts, after the answers came, of all ranks that were asked.
+        """
+        found = dict(fresh)
+        for rank, (process, counts) in ranks.items():
+            last = self._last.get(process)
+            holds = last is not None and last.counts == counts and now_s - last.at_s < _OLD_S
+            if last is not None and holds and rank not in found:
+                found[rank] = last.answer
+        return found

@@ -130,13 +130,21 @@ def test_who_does_not_answer_at_once_is_told_by_the_last_answer(tmp_path: Path) 
     sensor.look(10.0, {1: (8, 5)})
     while not sensor._last:  # pyright: ignore[reportPrivateUsage]
         time.sleep(0.01)
+    ranks = {0: (7, 3), 1: (8, 5)}
+    now_s = time.monotonic()
     try:
-        assert asyncio.run(_answers(sensor, held)) == {0: dump, 1: "mute"}
+        fresh = asyncio.run(_answers(sensor, held, ranks))
+        assert fresh == {0: dump}
+        assert sensor.with_last(now_s, fresh, ranks) == {0: dump, 1: "mute"}
+        assert sensor.with_last(now_s + 7.0, fresh, ranks) == {0: dump}  # too old
+        assert sensor.with_last(now_s, fresh, {**ranks, 1: (8, 6)}) == {0: dump}  # it has called since
     finally:
         held.set()
 
 
-async def _answers(sensor: RecorderSensor, held: threading.Event) -> dict[int, Answer]:
-    found = await sensor.answers({0: 7, 1: 8})
+async def _answers(
+    sensor: RecorderSensor, held: threading.Event, ranks: dict[int, tuple[int, int]]
+) -> dict[int, Answer]:
+    found = await sensor.answers(ranks)
     held.set()  # the loop waits for its threads at its end
     return found
