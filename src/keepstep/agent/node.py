@@ -278,7 +278,7 @@ class NodeAgent:
             if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
         }
         stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
-        dumps = await self._recorder.answers(having_devices(self._rings))
+        dumps = await self._recorder.answers(time.monotonic(), having_devices(self._rings))
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         dumps = self._recorder.with_last(now_ns * 1e-9, dumps, having_devices(self._rings))

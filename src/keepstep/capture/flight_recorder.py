@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from keepstep.capture.internals import recorded_calls, time_calls
@@ -37,11 +38,13 @@ def _answer(listener: socket.socket, process: int) -> None:
                     if connection.recv(1) == TIME_CALLS:
                         time_calls()
                     else:
-                        _hand_over(connection, recorded_calls())
+                        begun_s = time.thread_time()
+                        calls = recorded_calls()
+                        _hand_over(connection, calls, time.thread_time() - begun_s)
 
 
-def _hand_over(connection: socket.socket, calls: bytes) -> None:
-    """Send the calls in a file in memory, since they may be larger than a message can be.
+def _hand_over(connection: socket.socket, calls: bytes, took_s: float) -> None:
+    """Send the calls in a file in memory, since they may be larger than a message can be, and what they have cost.
 
     It is mapped, not written: bytes that a process writes are a sign that it does not hang.
     """
@@ -51,6 +54,6 @@ def _hand_over(connection: socket.socket, calls: bytes) -> None:
             os.ftruncate(descriptor, len(calls))
             with mmap.mmap(descriptor, len(calls)) as memory:
                 memory[:] = calls
-        socket.send_fds(connection, [b"calls"], [descriptor])
+        socket.send_fds(connection, [b"calls %d" % (took_s * 1e6)], [descriptor])
     finally:
         os.close(descriptor)

@@ -1,13 +1,15 @@
 """Asks ranks' processes what torch's flight recorder holds: which calls their devices have not finished.
 
 A process is asked in a thread of its own, since it may be held up. It is only asked while its rank stands still, as its
-interpreter is busy for some milliseconds with the answer.
+interpreter is busy with the answer: for some milliseconds, or for a second where torch was told to keep very many calls
+(``TORCH_FR_BUFFER_SIZE``). So the times that answers take are added up, and kept to a thousandth of all time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import threading
 import time
@@ -33,27 +35,36 @@ _AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
+_SHARE = 1e-3  # of the time of a process that answers may take, and of the agent's that is spent on them
+_SAVED_S = 0.05  # most time for answers that is saved up
+_CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
 _MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
 
 
-def ask(run_dir: Path, process: int, rank: int) -> Answer:
-    """Ask a rank's process. Takes little more than a second at most."""
+def ask(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
+    """Ask a rank's process. Takes little more than a second at most.
+
+    Returns:
+        The answer, and the seconds that it has cost: of the process's interpreter, and of this thread.
+    """
     try:
         with connect(address_of(str(run_dir), process), "rank", _PATIENCE_S, process) as connection:
             connection.send(TELL_CALLS)
-            _, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
+            message, descriptors, _, _ = socket.recv_fds(connection, 32, 1)
     except TimeoutError:
-        return "mute"
+        return "mute", 0.0
     except (OSError, KeepstepError):
-        return None
+        return None, 0.0
     if not descriptors:
-        return None
-    try:
-        with os.fdopen(descriptors[0], "rb") as file:
-            data = os.pread(file.fileno(), _MOST_BYTES + 1, 0)
-        return parse_newest(data, rank) if len(data) <= _MOST_BYTES else None
-    except (OSError, TraceError):
-        return None
+        return None, 0.0
+    begun_s = time.thread_time()
+    answer: Answer = None
+    with os.fdopen(descriptors[0], "rb") as file, suppress(OSError, TraceError):
+        data = os.pread(file.fileno(), _MOST_BYTES + 1, 0)
+        answer = parse_newest(data, rank) if len(data) <= _MOST_BYTES else None
+    told = _CALLS.fullmatch(message)
+    theirs_s = int(told[1]) * 1e-6 if told is not None and told[1] else 0.0
+    return answer, theirs_s + time.thread_time() - begun_s
 
 
 def time_calls(run_dir: Path, process: int) -> None:
@@ -68,11 +79,24 @@ def time_calls(run_dir: Path, process: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The last answer of a process, when it came, and the counts of its rank when it was asked."""
+    """The last answer of a process, until when it may stand for one that does not come, and the rank's counts then."""
 
     answer: Answer
-    at_s: float
+    until_s: float
     counts: int
+
+
+@dataclass(slots=True)
+class _Account:
+    """The time that answers of a process may still take."""
+
+    at_s: float
+    left_s: float = _SAVED_S
+
+    def affords(self, now_s: float) -> bool:
+        self.left_s = min(self.left_s + _SHARE * (now_s - self.at_s), _SAVED_S)
+        self.at_s = now_s
+        return self.left_s > 0
 
 
 @dataclass(slots=True)
@@ -82,7 +106,7 @@ class _Question:
     rank: int
     process: int
     counts: int
-    next_s: float
+    asked_s: float
     is_answered: bool = False
     answer: Answer = None
 
@@ -93,19 +117,22 @@ class RecorderSensor:
     def __init__(
         self,
         run_dir: Path,
-        ask: Callable[[Path, int, int], Answer] = ask,
+        ask: Callable[[Path, int, int], tuple[Answer, float]] = ask,
         time_calls: Callable[[Path, int], None] = time_calls,
     ) -> None:
         self._run_dir, self._ask, self._time_calls = run_dir, ask, time_calls
         self._questions: dict[int, _Question] = {}
         self._last: dict[int, _Last] = {}  # by process
+        self._accounts: dict[int, _Account] = {}  # by process
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number
         self._timed: set[int] = set()  # processes
 
     def look(self, now_s: float, wanted: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, Dump]]:
-        """Ask about ranks, each once every two seconds at most, and return new answers. Never blocks.
+        """Ask about ranks, each once every two seconds at most, or as they can afford it, and return new answers.
+
+        Never blocks.
 
         Args:
             now_s: the time on the node's clock.
@@ -119,11 +146,11 @@ class RecorderSensor:
             if one.is_answered and isinstance(one.answer, Dump):
                 found[rank] = one.counts, one.answer
                 one.answer = None
-            if one.is_answered and (rank not in wanted or now_s >= one.next_s):
+            if one.is_answered and (rank not in wanted or now_s >= one.asked_s + _AGAIN_S):
                 del self._questions[rank]
         for rank, (process, counts) in wanted.items():
-            if rank not in self._questions:
-                one = self._questions[rank] = _Question(rank, process, counts, now_s + _AGAIN_S)
+            if rank not in self._questions and self._affords(process, now_s):
+                one = self._questions[rank] = _Question(rank, process, counts, now_s)
                 name = "keepstep-recorder"
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
         return found
@@ -143,18 +170,33 @@ class RecorderSensor:
                 arguments, name = (self._run_dir, process), "keepstep-recorder"
                 threading.Thread(target=self._time_calls, args=arguments, name=name, daemon=True).start()
 
+    def _affords(self, process: int, now_s: float) -> bool:
+        return self._accounts.setdefault(process, _Account(now_s)).affords(now_s)
+
     def _answer(self, one: _Question) -> None:
         try:
-            one.answer = self._ask(self._run_dir, one.process, one.rank)
-            self._last[one.process] = _Last(one.answer, time.monotonic(), one.counts)
+            one.answer = self._told(one.process, one.rank, one.counts, one.asked_s)
         finally:
             one.is_answered = True
 
-    async def answers(self, ranks: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
-        """The answers that come within half a second, by rank. ``ranks``: process and counts of those to ask."""
+    def _told(self, process: int, rank: int, counts: int, now_s: float) -> Answer:
+        """The answer of a process, which is waited for."""
+        answer, cost_s = self._ask(self._run_dir, process, rank)
+        self._accounts[process].left_s -= cost_s
+        self._last[process] = _Last(answer, now_s + max(_OLD_S, cost_s / _SHARE), counts)
+        return answer
+
+    async def answers(self, now_s: float, ranks: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
+        """The answers that come within half a second, by rank.
+
+        Args:
+            now_s: the time on the node's clock.
+            ranks: process and counts by rank; those that cannot afford another answer now are not asked.
+        """
         asked = {
-            rank: asyncio.ensure_future(asyncio.to_thread(self._ask, self._run_dir, process, rank))
-            for rank, (process, _) in ranks.items()
+            rank: asyncio.ensure_future(asyncio.to_thread(self._told, process, rank, counts, now_s))
+            for rank, (process, counts) in ranks.items()
+            if self._affords(process, now_s)
         }
         if asked:
             await asyncio.wait(asked.values(), timeout=_AT_ONCE_S)
@@ -170,12 +212,12 @@ class RecorderSensor:
         Args:
             now_s: the time on the node's clock.
             fresh: what `answers` returned.
-            ranks: process and counts, after the answers came, of all ranks that were asked.
+            ranks: process and counts by rank, after the answers came.
         """
         found = dict(fresh)
         for rank, (process, counts) in ranks.items():
             last = self._last.get(process)
-            holds = last is not None and last.counts == counts and now_s - last.at_s < _OLD_S
+            holds = last is not None and last.counts == counts and now_s < last.until_s
             if last is not None and holds and rank not in found:
                 found[rank] = last.answer
         return found

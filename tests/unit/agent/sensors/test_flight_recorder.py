@@ -53,9 +53,10 @@ def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
     rank: tuple[Path, subprocess.Popen[str]],
 ) -> None:
     run_dir, process = rank
-    assert ask(run_dir / "another", process.pid, 0) is None
-    found = ask(run_dir, process.pid, 0)
+    assert ask(run_dir / "another", process.pid, 0) == (None, 0)
+    found, cost_s = ask(run_dir, process.pid, 0)
     assert isinstance(found, Dump)
+    assert 0 < cost_s < 1
     (call,) = found.entries
     assert (call.op, call.seq, call.done, call.content.bytes) == (Op.ALLREDUCE, 1, True, 32)
     assert process.stdin is not None
@@ -63,13 +64,13 @@ def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "held\n"
-    assert ask(run_dir, process.pid, 0) == "mute"
+    assert ask(run_dir, process.pid, 0) == ("mute", 0)
 
 
 def test_another_process_at_the_address_is_not_asked(tmp_path: Path) -> None:
     """Containers that share a network share the addresses, too, and may have the same numbers of processes."""
     with listen(address_of(str(tmp_path), 1)):
-        assert ask(tmp_path, 1, 0) is None
+        assert ask(tmp_path, 1, 0) == (None, 0)
 
 
 def test_a_rank_is_asked_now_and_then_and_never_waited_for(tmp_path: Path) -> None:
@@ -77,11 +78,11 @@ def test_a_rank_is_asked_now_and_then_and_never_waited_for(tmp_path: Path) -> No
     go_on, done = threading.Event(), threading.Event()
     dump = Dump({}, {}, [])
 
-    def slowly(run_dir: Path, process: int, number: int) -> Dump:
+    def slowly(run_dir: Path, process: int, number: int) -> tuple[Answer, float]:
         asked.append((process, number))
         go_on.wait(10)
         threading.Timer(0.05, done.set).start()
-        return dump
+        return dump, 0.001
 
     sensor = RecorderSensor(tmp_path, slowly)
     assert sensor.look(10.0, {3: (77, 5)}) == {}
@@ -120,23 +121,23 @@ def test_who_does_not_answer_at_once_is_told_by_the_last_answer(tmp_path: Path) 
     held, asked = threading.Event(), threading.Event()
     dump = Dump({}, {}, [])
 
-    def say(run_dir: Path, process: int, rank: int) -> Answer:
+    def say(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
         if process == 8 and asked.is_set():
             held.wait(10)
         asked.set()
-        return dump if process == 7 else "mute"
+        return (dump if process == 7 else "mute"), 0.0
 
     sensor = RecorderSensor(tmp_path, say)
     sensor.look(10.0, {1: (8, 5)})
     while not sensor._last:  # pyright: ignore[reportPrivateUsage]
         time.sleep(0.01)
     ranks = {0: (7, 3), 1: (8, 5)}
-    now_s = time.monotonic()
+    now_s = 12.0
     try:
         fresh = asyncio.run(_answers(sensor, held, ranks))
         assert fresh == {0: dump}
         assert sensor.with_last(now_s, fresh, ranks) == {0: dump, 1: "mute"}
-        assert sensor.with_last(now_s + 7.0, fresh, ranks) == {0: dump}  # too old
+        assert sensor.with_last(19.0, fresh, ranks) == {0: dump}  # too old
         assert sensor.with_last(now_s, fresh, {**ranks, 1: (8, 6)}) == {0: dump}  # it has called since
     finally:
         held.set()
@@ -145,6 +146,42 @@ def test_who_does_not_answer_at_once_is_told_by_the_last_answer(tmp_path: Path) 
 async def _answers(
     sensor: RecorderSensor, held: threading.Event, ranks: dict[int, tuple[int, int]]
 ) -> dict[int, Answer]:
-    found = await sensor.answers(ranks)
+    found = await sensor.answers(12.0, ranks)
     held.set()  # the loop waits for its threads at its end
     return found
+
+
+def test_answers_take_a_thousandth_of_the_time_at_most(tmp_path: Path) -> None:
+    """A dump of very many calls takes half a second: the next is made 450 s later, and the last one holds till then."""
+    asked: list[int] = []
+    dump = Dump({}, {}, [])
+
+    def dearly(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
+        asked.append(process)
+        return dump, {7: 0.5, 8: 0.005}[process]
+
+    sensor = RecorderSensor(tmp_path, dearly)
+    ranks = {0: (7, 3), 1: (8, 3)}
+    for now_s in range(100, 540, 2):
+        fresh = asyncio.run(sensor.answers(now_s, ranks))
+        assert sensor.with_last(now_s, fresh, ranks) == {0: dump, 1: dump}
+        assert sensor.with_last(now_s, fresh, {**ranks, 0: (7, 4)}) == {**fresh, 1: dump}
+    assert asked.count(7) == 1
+    assert 50 <= asked.count(8) <= 100  # 10 that were saved up, and one every five seconds
+    asyncio.run(sensor.answers(560, ranks))
+    assert asked.count(7) == 2
+
+
+def test_a_look_is_put_off_while_answers_are_dear(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def dearly(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
+        asked.append(process)
+        return None, 0.1
+
+    sensor = RecorderSensor(tmp_path, dearly)
+    for now_s, times in ((10.0, 1), (15.0, 1), (50.0, 1), (70.0, 2)):
+        sensor.look(now_s, {3: (77, 5)})
+        while not all(one.is_answered for one in sensor._questions.values()):  # pyright: ignore[reportPrivateUsage]
+            time.sleep(0.01)
+        assert len(asked) == times
