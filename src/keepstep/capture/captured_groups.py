@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+from keepstep.capture.aborts import Aborts
 from keepstep.capture.internals import backends_of, record_calls, registered_members, timeout_of
 from keepstep.capture.recorder import NO_GROUP, Recorder
 from keepstep.core.events import HOST_BACKENDS, TIMEOUT_NOTE
@@ -33,8 +34,8 @@ class CapturedGroup:
 class Groups:
     """Looks up groups by identity without keeping them alive."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, aborts: Aborts) -> None:
+        self._recorder, self._aborts = recorder, aborts
         self.known: dict[int, CapturedGroup] = {}  # by ``id()`` of the group
         self._made: Counter[str] = Counter()
         self._hooks: list[Any] = []  # keep the flight recorder recording
@@ -75,7 +76,7 @@ class Groups:
                 self._answers = True
                 from keepstep.capture.flight_recorder import answer_agent
 
-                answer_agent()
+                answer_agent(self._aborts)
         except (AttributeError, OSError, KeyError, RuntimeError, TypeError) as error:
             self._recorder.stumbled(error)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 
+from keepstep.capture.aborts import Aborts
 from keepstep.capture.internals import recorded_calls, time_calls
 from keepstep.core.flight_recorder import TIME_CALLS, address_of
 from keepstep.core.local_socket import accept, listen
@@ -21,14 +22,17 @@ from keepstep.core.local_socket import accept, listen
 _PATIENCE_S = 2.0  # for an agent that has connected and says nothing, or does not take its answer
 
 
-def answer_agent() -> None:
-    """Answer this node's agent from now on, in a thread of its own. Raises OSError where its address is taken."""
+def answer_agent(aborts: Aborts) -> None:
+    """Answer this node's agent from now on, in a thread of its own. Raises OSError where its address is taken.
+
+    ``aborts``: once one has left calls open the agent is told nothing more.
+    """
     listener = listen(address_of(os.environ["KEEPSTEP_RUN_DIR"], os.getpid()))
-    arguments = listener, os.getpid()
+    arguments = listener, os.getpid(), aborts
     threading.Thread(target=_answer, args=arguments, name="keepstep-recorder", daemon=True).start()
 
 
-def _answer(listener: socket.socket, process: int) -> None:
+def _answer(listener: socket.socket, process: int, aborts: Aborts) -> None:
     with suppress(OSError):
         while os.getpid() == process:
             accepted = accept(listener)
@@ -37,7 +41,7 @@ def _answer(listener: socket.socket, process: int) -> None:
                     connection.settimeout(_PATIENCE_S)
                     if connection.recv(1) == TIME_CALLS:
                         time_calls()
-                    else:
+                    elif not aborts.left_open:
                         begun_s = time.thread_time()
                         calls = recorded_calls()
                         _hand_over(connection, calls, time.thread_time() - begun_s)

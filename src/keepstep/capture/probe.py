@@ -11,6 +11,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from keepstep.capture import death
+from keepstep.capture.aborts import Aborts
 from keepstep.capture.captured_groups import Groups
 from keepstep.capture.operations import Operations
 from keepstep.capture.patches import Patches
@@ -32,7 +33,8 @@ class Probe:
         self.recorder = Recorder()
         self._patches = Patches()
         self._lasting = Patches()  # stay in while the probe is switched off, because C++ may hold twins
-        self._groups = Groups(self.recorder)
+        self._aborts = Aborts()
+        self._groups = Groups(self.recorder, self._aborts)
         here = finder(self.recorder, os.path.dirname(torch.__file__))
         reducer = ReducerWaits(self.recorder, here)
         self._operations = Operations(self.recorder, self._groups, here, reducer)
@@ -46,6 +48,7 @@ class Probe:
         self._part("phases", self._phases.install)
         self._part("calls from C++", lambda: self._twins.install(self._lasting))
         self._part("set-up", lambda: self._set_up.install(self._patches))
+        self._part("aborts", lambda: self._aborts.install(self._lasting))
         self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
         self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
         self.recorder.on_give_up = self._patches.restore

@@ -21,10 +21,11 @@ from keepstep.traces.dump_sets import Dump
 
 SCRIPT = """\
 import ctypes, sys, torch, torch.distributed as dist
+from keepstep.capture.aborts import Aborts
 from keepstep.capture.flight_recorder import answer_agent
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(8))
-answer_agent()
+answer_agent(Aborts())
 print("ready", flush=True)
 sys.stdin.readline()
 print("held", flush=True)

@@ -1,0 +1,47 @@
+"""Notes that a group of NCCL's was aborted while calls were open, after which torch's flight recorder is not read.
+
+The recorder keeps pointers to the CUDA events of calls that are not known to have ended, and looks at these events
+whenever it is read. The backend that an abort leaves behind takes its events with it, open calls or not. Whoever goes
+on in the same process with a new group (torchft does) would be ended by our reading.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from keepstep.capture.internals import NATIVE_C10D, backends_of, hidden, may_have_open_calls
+from keepstep.capture.patches import Patches
+
+_BACKEND = "nccl"  # the only one whose calls the recorder keeps with their events
+
+
+class Aborts:
+    """``left_open``: whether a group of NCCL's was aborted in this process while calls were open."""
+
+    def __init__(self) -> None:
+        self.left_open = False
+
+    def install(self, patches: Patches) -> None:
+        """Take note of aborts of process groups and of their backends."""
+        patches.replace(
+            ProcessGroup, "abort", lambda original: hidden(self._noting(original), original, ProcessGroup)
+        )
+        patches.replace(NATIVE_C10D.Backend, "abort", self._noting)
+
+    def _noting(self, original: Any) -> Any:
+        def abort(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note(group)
+            return original(group, *args, **kwargs)
+
+        return abort
+
+    def _note(self, group: Any) -> None:
+        try:
+            is_group = isinstance(group, ProcessGroup)
+            names = backends_of(group).values() if is_group else (str(group.name()).lower(),)
+            if _BACKEND in names and not self.left_open:
+                self.left_open = may_have_open_calls()
+        except Exception:  # whatever it is: the abort must go on
+            self.left_open = True
