@@ -21,7 +21,7 @@ from keepstep.core.layout import DIMENSIONS, ParallelLayout
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import GroupInfo
-from keepstep.locate import WhatIf, locate_hang, step_graphs, what_if
+from keepstep.locate import WhatIf, hidden_waits, locate_hang, step_graphs, waits_seen, what_if
 from keepstep.report.incidents import read_incident
 from keepstep.traces import open_run
 from keepstep.traces.call_log import looks_like_call_log, read_call_log
@@ -244,11 +244,18 @@ def _flight_recorder(files: Sequence[Path], layout: ParallelLayout | None) -> An
     groups = dict(dumps.groups)
     if layout is not None:
         groups.update((name, _completed(groups[name], layout)) for name in dumps.inferred)
-    diagnosis = locate_hang(Evidence(groups, nodes, states=dumps.states))
+    evidence = Evidence(groups, nodes, states=dumps.states)
     missing = (*dumps.missing, "stacks and phases: a flight recorder has none")
-    if not any(state.in_flight for state in dumps.states):
-        return Analysis(
-            "flight recorder", (), (*missing, "an operation in flight: all that was enqueued is done")
+    if not waits_seen(evidence):
+        tells_ends = all(state.device is None for state in dumps.states)
+        why = "all that was enqueued is done" if tells_ends else "all ranks have called as many"
+        return Analysis("flight recorder", (), (*missing, f"an operation in flight: {why}"))
+    diagnosis = locate_hang(evidence)
+    if diagnosis.kind == "hang":
+        hidden = hidden_waits(evidence)
+        known = {one.rank for one in diagnosis.culprits if one.rank not in hidden}
+        diagnosis = diagnosis.doubted(
+            "what ranks wait for: the ends of their operations are not recorded", known
         )
     hang = Incident(1, diagnosis.kind, None, None, None, None, (), (), (), (), status="ended")
     hang = judged(hang, diagnosis, len(dumps.states), dumps.world_size)

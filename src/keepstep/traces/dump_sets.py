@@ -95,11 +95,11 @@ def told_apart(dumps: Mapping[int, Dump]) -> dict[int, Dump]:
         }
         found[rank] = dump
         if any(name != own for name, own in names.items()):
-            found[rank] = Dump(
-                {names[name]: replace(info, name=names[name]) for name, info in dump.groups.items()},
-                {names[name]: pair for name, pair in dump.counts.items()},
-                [replace(entry, group=names[entry.group]) for entry in dump.entries],
-                dump.is_whole,
+            found[rank] = replace(
+                dump,
+                groups={names[name]: replace(info, name=names[name]) for name, info in dump.groups.items()},
+                counts={names[name]: pair for name, pair in dump.counts.items()},
+                entries=[replace(entry, group=names[entry.group]) for entry in dump.entries],
             )
     return found
 

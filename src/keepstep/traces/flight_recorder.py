@@ -7,6 +7,9 @@ Dumps of Gloo jobs list the members of the default group only, without its name,
 Their counts of enqueued operations include messages without entries. There, the members of a group without a list are
 the ranks with entries of it, and counts are taken from the entries. The latter also holds for NCCL's groups with
 messages, because torch counts them and collectives apart but writes the number of either as the last.
+
+What torch's hooks have recorded (``c10d.FlightRecorderHook``, for the backend "nccl2") is called done when it is
+enqueued, and messages are without their other end. So of such dumps only how many collectives were called is used.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from typing import Any, cast
 import numpy as np
 
 from keepstep.core.errors import TraceError
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES, Op
 from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
-from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import DeviceCalls, GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
 from keepstep.traces._coalesced import merged, settled, without_overtaken
 from keepstep.traces._dumped_messages import ends, messages_of, numbered
 from keepstep.traces.dump_files import MOST_RANKS, ranks_of
@@ -50,6 +53,7 @@ _MOST_LINES = 20  # on files that could not be used
 _NO_PHASE = -1
 _ENDED = 64  # calls of a group that are told
 _BY_HOOKS = "c10d:"  # how the name of a call begins that c10d.FlightRecorderHook has recorded
+_DEVICE = "cuda:nccl2"  # the backend of groups that hooks record
 _P2P = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})$")
 _RANKS = re.compile(r"[\[(]?((?:\s*\d{1,9}\s*,)*\s*\d{1,9}|)\s*,?\s*[\])]?")
 # torch's barrier on NCCL is an all-reduce of one element, and so named in older versions.
@@ -130,6 +134,13 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
             f"ranks {fold_ranks(empty)}: their dumps are empty, as when the interpreter is held up"
         )
     told = {rank: dump for rank, dump in dumps.items() if rank not in empty}
+    hooked = [rank for rank, dump in told.items() if not dump.tells_ends]
+    for name in {entry.group for rank in hooked for entry in told[rank].entries}:
+        groups[name] = replace(groups[name], backend=_DEVICE)
+    if hooked:
+        missing.append(
+            f"ranks {fold_ranks(hooked)}: what their devices have finished, and messages: torch's hooks record neither"
+        )
     absent = sorted(set(range(world)) - set(files) - unread)
     if absent:
         missing.append(f"ranks {fold_ranks(absent)}: no dump")
@@ -224,6 +235,7 @@ def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple
             flights[rank],
             tuple(streams[rank]),
             "?",
+            device=None if dump.tells_ends else DeviceCalls((), tuple(streams[rank]), is_whole=False),
         )
         for rank, dump in sorted(dumps.items())
     )
@@ -311,6 +323,8 @@ def _parse(content: Any, rank: int) -> Dump:
         tells_ends = not any(str(e["profiling_name"]).startswith(_BY_HOOKS) for e in raw)
         counts = _counts(status, names, groups) if tells_ends else {}  # hooks count from 0
         entries = [one for one in (_entry(e, groups, rank) for e in settled(raw)) if one is not None]
+        if not tells_ends:
+            entries = [one for one in entries if one.op not in MESSAGES]  # hooks do not say with whom
         entries.sort(key=lambda one: (one.created_ns, one.seq))
         entries = merged(entries)
         if all(str(e["profiling_name"]).startswith("nccl:") for e in raw):

@@ -70,6 +70,19 @@ def write(folder: Path, job: Mapping[int, Sequence[Call]], world: int = 0) -> No
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
 
 
+def write_as_hooks(folder: Path, job: Mapping[int, Sequence[Call]]) -> None:
+    """The dumps as torch's hooks record a group of nccl2: what is called is done, and no message has another end."""
+    write(folder, job)
+    for rank in job:
+        path = folder / f"nccl_trace_rank_{rank}"
+        content = pickle.loads(path.read_bytes())
+        for one in content["entries"]:
+            name = one["profiling_name"].removeprefix("nccl:").split()[0]
+            one.update(profiling_name=f"c10d:{name}", state="scheduled", retired=True)
+        content["pg_status"]["0"] = {"last_enqueued_collective": 1, "last_completed_collective": 1}
+        path.write_bytes(pickle.dumps(content))
+
+
 def incident_of(folder: Path, job: Mapping[int, Sequence[Call]], world: int = 0) -> Incident:
     write(folder, job, world)
     (incident,) = analyze(folder).incidents
@@ -276,3 +289,29 @@ def test_a_rank_that_sends_to_another_than_waits_for_it_is_named(tmp_path: Path,
 def test_the_first_message_between_two_ranks_is_not_amiss_by_itself(tmp_path: Path) -> None:
     job = {0: [Call(), send(1, done=False)], 1: [Call()], 2: [Call()]}
     assert "another peer" not in str(incident_of(tmp_path, job))
+
+
+def test_calls_that_hooks_record_are_not_taken_for_done(tmp_path: Path) -> None:
+    """Rank 2 has called less: that holds the others up, though their calls are recorded as done."""
+    write_as_hooks(tmp_path, {rank: [Call()] * (5 if rank == 2 else 7) for rank in range(4)})
+    found = analyze(tmp_path)
+    (incident,) = found.incidents
+    assert (incident.kind, named(incident)) == ("hang", {2: "low"})
+    assert set(incident.victims) == {0, 1, 3}
+    assert any("torch's hooks record neither" in line for line in found.missing)
+
+
+def test_calls_that_hooks_record_are_compared(tmp_path: Path) -> None:
+    job = {rank: [Call()] * 5 + [Call(line=60)] * 2 for rank in range(3)}
+    job[1] = [Call()] * 5 + [Call("broadcast", line=70), *[Call()] * 4]
+    write_as_hooks(tmp_path, job)
+    (incident,) = analyze(tmp_path).incidents
+    assert incident.kind == "desync"
+    assert set(named(incident)) == {1}
+
+
+def test_of_as_many_calls_that_hooks_record_nothing_is_concluded(tmp_path: Path) -> None:
+    write_as_hooks(tmp_path, {rank: [Call(), send(1 - rank), Call()] for rank in range(2)})
+    found = analyze(tmp_path)
+    assert found.incidents == ()
+    assert found.missing[-1] == "an operation in flight: all ranks have called as many"

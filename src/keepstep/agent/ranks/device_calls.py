@@ -43,8 +43,6 @@ def device_calls(
     named = {label: torchs_name(group) for label, group in dump.groups.items()}
     names = {label: name for label, name in named.items() if name in of_device}
     entries = [one for one in dump.entries if one.group in names]
-    if not dump.tells_ends:
-        entries = [one for one in entries if one.op not in MESSAGES]  # hooks do not say with whom
     own = replace(dump, entries=entries)
     own = replace(own, counts={group: pair for group, pair in dump.counts.items() if group in names})
     if not own.counts and not own.entries:
