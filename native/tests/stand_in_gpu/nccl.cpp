@@ -157,7 +157,8 @@ Core::~Core() {
 extern "C" {
 
 Result ncclGetVersion(int* version) {
-  *version = kVersion;
+  const char* told = std::getenv("STAND_IN_NCCL_VERSION");  // an older one, such as 21403
+  *version = told == nullptr ? kVersion : std::atoi(told);
   return kSuccess;
 }
 Result ncclGetUniqueId(UniqueId* id) {

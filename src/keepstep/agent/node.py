@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from keepstep.agent.notices import Notices
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.host_ring import HostRing, groups_there, key_of, process_groups, save_rings
 from keepstep.agent.ranks.states import (
@@ -30,10 +31,8 @@ from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.network import NetworkSensors
 from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify
-from keepstep.agent.sensors.unwatched import FULL, UnwatchedSensor, noticed_of
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
-from keepstep.core.own_folders import unwritten
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
@@ -101,8 +100,7 @@ class NodeAgent:
         self.network = NetworkSensors(node, links or {}, ports)
         self._activity = ActivitySensor()
         self._recorder = RecorderSensor(run_dir)
-        self._unwatched = UnwatchedSensor()
-        self._notices: tuple[str, ...] = ()  # what the operator is told
+        self._notices = Notices(node, run_dir)
         self._save_again_ns = 0  # when rings are saved that could not be; 0: none
         self._sequence = 0
         self._told: dict[tuple[str, tuple[int, ...]], int] = {}  # groups that were sent, and by which rank
@@ -177,20 +175,6 @@ class NodeAgent:
         pids = {rank: process.pid for rank, process in self._processes().items()}
         return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
-    def _noticed(self, now_ns: int) -> tuple[str, ...]:
-        """What the operator should know of this node now: what is not watched, or not written, and why."""
-        unclaimed = {r.rank: r.process for r in self._rings if r.process and r.header is None and not r.ended}
-        self._unwatched.look(now_ns * 1e-9, unclaimed)
-        self._log.sync()
-        full = {ring.rank: FULL for ring in self._rings if ring.header is not None and ring.header.overflowed}
-        lines = noticed_of(self._node, full | self._unwatched.reasons)
-        if self._log.trouble:
-            lines.append(unwritten(self._run_dir, self._log.trouble))
-        for line in set(lines) - set(self._notices):
-            logger.warning("%s", line)
-        self._notices = tuple(lines)
-        return self._notices
-
     def _look_at_sockets(self, now_ns: int) -> None:
         self.network.look(now_ns * 1e-9, self._processes(), self._groups_of)
 
@@ -219,7 +203,7 @@ class NodeAgent:
 
     def heartbeat(self, now_ns: int) -> Heartbeat:
         """The next heartbeat. This also takes samples of processes and sockets, and flushes the log."""
-        notices = self._noticed(now_ns)
+        notices = self._notices.look(now_ns, self._rings, self._log)
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns)
@@ -365,7 +349,11 @@ class NodeAgent:
 
     def _look(self, ring: WatchedRing, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
         """Check whether a rank makes progress; ``in_flight`` None: its process has not opened the ring yet."""
-        if ring.ended or (in_flight is None and ring.process is None) or ring.rank in self._unwatched.reasons:
+        if (
+            ring.ended
+            or (in_flight is None and ring.process is None)
+            or self._notices.is_unwatched(ring.rank)
+        ):
             return
         stillness = self._activity.stillness(ring.rank)
         since_s = stillness.since_s if stillness is not None and stillness.how == "still" else math.inf
@@ -454,12 +442,12 @@ class NodeAgent:
             not gone,
             first,
             track.watch.hang.overdue_s if not gone else 0.0,
-            ring.rank not in self._unwatched.reasons,
+            not self._notices.is_unwatched(ring.rank),
         )
 
     def _state(self, ring: WatchedRing, now_ns: int, stack: str, dump: Answer) -> RankState | None:
         """The present state of a rank; None if its ring cannot be read, or is not written."""
-        if ring.reader is None or ring.rank in self._unwatched.reasons:
+        if ring.reader is None or self._notices.is_unwatched(ring.rank):
             return None
         state = ring.process_state()
         process = ring.process.pid if ring.process is not None else 0

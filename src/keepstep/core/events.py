@@ -199,4 +199,7 @@ SET_UP = "set-up"
 TIMEOUT_NOTE = "keepstep: collectives time out after "
 """How a line among a ring's sites begins that tells a group's timeout, in seconds, to readers."""
 
+NCCL_NOTE = "keepstep: NCCL's calls are not recorded: "
+"""How a line among a ring's sites begins in which the NCCL shim says why it records nothing."""
+
 WORLD_PEER = -1  # ``peer`` of a record that has none

@@ -21,6 +21,7 @@ HEADER_WORDS, COMM_WORDS, LINK_WORDS = 512, 48, 152
 COMMS = 255
 
 PLUGIN = "NCCL_PROFILER_PLUGIN"
+LIBRARY = "libkeepstep_nccl_profiler.so"
 _MOST_PATH = 240  # characters; NCCL keeps 255 of the plugin's path
 
 
@@ -72,11 +73,16 @@ def plugin(environ: Mapping[str, str]) -> Path | None:
     native = find_spec("keepstep.ring._native")
     if native is None or native.origin is None:
         return None
-    path = Path(native.origin).with_name("libkeepstep_nccl_profiler.so")
-    files = [environ.get("NCCL_CONF_FILE") or "~/.nccl.conf", "/etc/nccl.conf"]
-    if PLUGIN in environ or any(_sets_plugin(Path(file)) for file in files):
+    path = Path(native.origin).with_name(LIBRARY)
+    if PLUGIN in environ or file_with_plugin(environ) is not None:
         return None
     return path if path.is_file() and len(str(path)) <= _MOST_PATH else None
+
+
+def file_with_plugin(environ: Mapping[str, str]) -> str | None:
+    """The file with NCCL's settings that names a plugin, if one does."""
+    files = [environ.get("NCCL_CONF_FILE") or "~/.nccl.conf", "/etc/nccl.conf"]
+    return next((file for file in files if _sets_plugin(Path(file))), None)
 
 
 def _sets_plugin(file: Path) -> bool:

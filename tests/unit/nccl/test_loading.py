@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.unit.nccl.shim import COMPILER, NATIVE, Built, command
 
-from keepstep.core.events import Kind, Op
+from keepstep.core.events import NCCL_NOTE, Kind, Op
 from keepstep.ring import RingReader, RingWriter
 
 ONE_CALL = """
@@ -125,7 +125,6 @@ def test_nobody_is_told_of_where_nobody_watches(built: Built) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"STAND_IN_VERSION": "21403"}, "NCCL 21403 is older than 2.18 (21800)"),
         ({"STAND_IN_VERSION": ""}, "the loaded NCCL does not tell its version"),
         ({"KEEPSTEP_RING": "/dev/null"}, "not a regular file, so not a ring"),
     ],
@@ -136,6 +135,17 @@ def test_who_cannot_be_watched_says_so_once(
     _, stderr = built.run(ONE_CALL * 2, {**built.environment(rings[0]), **more})
     assert stderr == f"keepstep: the NCCL calls of this process are not recorded: {said}\n"
     assert RingReader(rings[0]).header.pid == 0
+
+
+@pytest.mark.parametrize(("version", "told"), [(21403, "2.14.3"), (2804, "2.8.4")])
+def test_an_old_nccl_is_called_and_the_ring_says_why_it_has_no_calls(
+    built: Built, rings: list[int], version: int, told: str
+) -> None:
+    said = built.run(ONE_CALL * 2, {**built.environment(rings[0]), "STAND_IN_VERSION": str(version)})
+    assert said == ("", "")
+    ring = RingReader(rings[0])
+    assert ring.groups() == []
+    assert ring.sites()[1:] == [f"{NCCL_NOTE}version {told} is older than 2.18"]
 
 
 def test_the_ring_of_another_process_is_left_alone(built: Built, rings: list[int]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors.processes import STOPPED, ProcessId, state_of
+from keepstep.agent.sensors.unseen_nccl import NcclRecords
+from keepstep.core.summary import GroupInfo
 from keepstep.ring import RingHeader
 
 _STEADY_STEPS = 10  # steps after which a rank calls as often as it always will
@@ -74,3 +76,28 @@ def records_written(rings: Iterable[WatchedRing]) -> dict[int, int]:
         if ring.process is not None and ring.header is not None and not ring.ended
         if ring.track.has_device and ring.track.steps >= _STEADY_STEPS
     }
+
+
+def training_on_nccl(rings: Iterable[WatchedRing]) -> dict[int, ProcessId]:
+    """The living processes, by rank, that have groups of torch's on NCCL."""
+    return {
+        ring.rank: ring.process
+        for ring in rings
+        if ring.process is not None and not ring.ended and ring.track.has_device
+        if any(_is_on_nccl(group) for group in ring.track.groups)
+    }
+
+
+def nccl_records(ring: WatchedRing) -> NcclRecords:
+    """What its ring has of NCCL."""
+    if ring.reader is None:
+        return NcclRecords(calls=False, seen=True)
+    groups = ring.track.groups
+    places: list[int] = ring.reader.streams()["group"].tolist()
+    used = [groups[place] for place in places if 0 <= place < len(groups)]
+    seen = any(group.is_communicator for group in ring.reader.groups())
+    return NcclRecords(any(map(_is_on_nccl, used)), seen, ring.reader.sites())
+
+
+def _is_on_nccl(group: GroupInfo) -> bool:
+    return not group.is_communicator and ":nccl" in group.backend

@@ -14,6 +14,7 @@ _LOOK_S = 1.0
 _SWITCHED_OFF_S = 3.0  # what the environment says is sure
 _UNTOLD_S = 60.0  # torch loads our part at the end of its import, which may take this long
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_RUN_DIR = b"KEEPSTEP_RUN_DIR="
 _TORCH = "/torch/lib/libtorch_python.so"
 _OURS = "/keepstep/ring/_native."
 _MOST_LINES, _MOST_TEXT = 8, 500
@@ -79,6 +80,9 @@ def _reason(pid: int, torch: str) -> tuple[str, float]:
     if given and given.partition(b"=")[2] != b"1":
         text = f"not watched: {given.decode(errors='replace')} keeps torch from loading keepstep's part: unset it"
         return text, _SWITCHED_OFF_S
+    if not any(one.startswith(_RUN_DIR) for one in environment):
+        why = "the script was started without keepstep's variables (KEEPSTEP_...)"
+        return f"not watched: {why}: keep them in what starts it, as sudo and env -i do not", _SWITCHED_OFF_S
     where = (
         f"install keepstep for the Python of the script ({program}, torch in {torch.removesuffix(_TORCH)})"
     )
