@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from keepstep.core.events import MESSAGES
@@ -62,7 +62,7 @@ def device_calls(
         if one.peer < 0
     ]
     inside = {(names[one.group], one.op, one.peer): one.since_s - ago_s for one in found.in_flight}
-    messages = _messages(own, names, streams)
+    messages = _messages(own, names, streams, inside)
     flights += [
         OpInFlight(one.group, one.op, one.peer, one.started, inside[key])
         for one in messages
@@ -75,8 +75,16 @@ def device_calls(
     )
 
 
-def _messages(dump: Dump, names: dict[str, str], streams: Sequence[StreamProgress]) -> list[StreamProgress]:
-    """How far the rank is in its messages, by the ring's numbers; without those that the dump does not hold."""
+def _messages(
+    dump: Dump,
+    names: dict[str, str],
+    streams: Sequence[StreamProgress],
+    inside: Collection[tuple[str, int, int]],
+) -> list[StreamProgress]:
+    """How far the rank is in its messages, by the ring's numbers; without those that the dump does not hold.
+
+    What is called, but not what the device is ``inside``, it has not entered: it works in order.
+    """
     calls = [
         (names[one.group], int(one.op), one.peer, one.done) for one in dump.entries if one.op in MESSAGES
     ]
@@ -86,5 +94,6 @@ def _messages(dump: Dump, names: dict[str, str], streams: Sequence[StreamProgres
         key = one.group, one.op, one.peer
         if key in told:
             completed = max(one.started - undone[key], 0)
-            found.append(replace(one, started=min(one.started, completed + 1), completed=completed))
+            entered = completed + (key in inside)
+            found.append(replace(one, started=min(one.started, entered), completed=completed))
     return found

@@ -110,6 +110,15 @@ def test_messages_have_the_rings_numbers() -> None:
     ]
 
 
+def test_a_message_behind_what_the_device_is_in_is_not_entered() -> None:
+    """Else its peer would be seen to wait for nobody, and whoever holds this device up would not be its culprit."""
+    streams = (StreamProgress("0", Op.RECV, 1, 9, 9),)
+    found = calls(entry(1, **OPEN), message(42, **OPEN), streams=streams)
+    assert found is not None
+    assert [(one.op, one.seq) for one in found.in_flight] == [(Op.ALLREDUCE, 1)]
+    assert [(one.started, one.completed) for one in found.streams if one.peer >= 0] == [(8, 8)]
+
+
 def test_a_recorder_that_keeps_no_messages_is_not_whole() -> None:
     found = calls(entry(1), streams=(StreamProgress("0", Op.RECV, 1, 9, 9),))
     assert found is not None
