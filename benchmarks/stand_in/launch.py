@@ -125,6 +125,11 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.finish(0)
 
+    @property
+    def launcher(self) -> int:
+        """The process of keepstep's launcher, or of the first rank."""
+        return self._started[0].pid
+
     def is_over(self) -> bool:
         # Each is asked: whoever is over is reaped at once.
         return None not in [one.poll() for one in self._started]

@@ -1,0 +1,67 @@
+"""What the agent costs on a node with eight ranks of many operations each, on the stand-in GPU.
+
+    python -m benchmarks.stand_in.agent_cost [--quick] [--ranks N] [--calls N] [--pace N] [--json FILE]
+
+CPU time of the agent's whole process, from 20 s after the ranks' first step on. ``make cuda`` first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks._report import Line, Report, bench_arguments
+from benchmarks.busy import agent_of, cpu_s
+from benchmarks.stand_in.launch import Job, start
+
+JOB = Path(__file__).with_name("jobs") / "many_calls.py"
+GOAL, PERCENT = "≤ 2 % of a core at 8 ranks × 500 operations × 5 steps/s", 2.0
+_SETTLES_S, _BEGINS_S = 20.0, 120.0
+
+
+def agent_share(job: Job, launcher: int, seconds: float) -> float:
+    """CPU seconds a second of the agent, from the ranks' first steps on."""
+    until = time.monotonic() + _BEGINS_S
+    while min(one.completed for one in job.progress()) == 0:
+        if time.monotonic() > until or job.is_over():
+            raise RuntimeError(f"the job did not begin: {job.console()[-500:]}")
+        time.sleep(0.2)
+    time.sleep(_SETTLES_S)
+    agent = agent_of(launcher)
+    if agent is None:
+        raise RuntimeError(f"there is no agent: {job.console()[-500:]}")
+    began_s, before = time.monotonic(), cpu_s(agent)
+    time.sleep(seconds)
+    return (cpu_s(agent) - before) / (time.monotonic() - began_s)
+
+
+def main() -> None:
+    parser = bench_arguments("stand_in.agent_cost", "What the agent costs beside ranks of many operations.")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--calls", type=int, default=500, help="operations a step")
+    parser.add_argument("--pace", type=float, default=5.0, help="steps a second")
+    arguments = parser.parse_args()
+    seconds = 20.0 if arguments.quick else 120.0
+    words = [str(seconds + 2 * _SETTLES_S), str(arguments.calls), str(arguments.pace)]
+    report = Report("agent on the stand-in", quick=arguments.quick)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start(JOB, words, Path(folder), ranks=arguments.ranks, clock="virtual", kernel_us=5) as job,
+    ):
+        share = 100 * agent_share(job, job.launcher, seconds)
+        done = job.finish(seconds + _BEGINS_S)
+    told = re.search(r"pace ([\d.]+) steps", done.console)
+    pace = float(told[1]) if told else 0.0
+    limit = f"a stand-in for the GPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    named = f"{arguments.ranks} ranks × {arguments.calls} operations"
+    report.add(Line(f"steps a second, {named}", pace, "", limit=limit))
+    met = share <= PERCENT and pace >= 0.95 * arguments.pace
+    report.add(Line(f"agent, {named}", round(share, 2), "% of a core", GOAL, met, limit=limit))
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
