@@ -4,9 +4,11 @@
     python -m benchmarks.campaign --case all --parallel 2
     python -m benchmarks.campaign --case blame --seeds 100-179
     python -m benchmarks.campaign --backend gloo-as-nccl --case hang-backward
+    python -m benchmarks.campaign --backend stand-in-nccl --seeds 0-99 --jobs 2
 
 With `--backend gloo-as-nccl` the probe takes the job's Gloo groups for NCCL's (`as_nccl.py`), and the results are those
-of a case of that name: `hang-backward, gloo-as-nccl`.
+of a case of that name: `hang-backward, gloo-as-nccl`. With `--backend stand-in-nccl` there is one case, on the CUDA
+build of torch and a stand-in for the GPU (`make cuda` first, or STAND_IN_VENV), and `--case` is left out.
 
 Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
 was injected. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one are not run
@@ -30,11 +32,17 @@ from benchmarks.campaign.case import Case, on_backend
 from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.running import REPLAY, run_case, run_replay
 from benchmarks.campaign.seeds import NAME, convert, kept
+from benchmarks.campaign.stand_in import CASE as STAND_IN_CASE
+from benchmarks.campaign.stand_in import STAND_IN_NCCL
 
 NAMES = (*CASES, REPLAY)
 AS_NCCL = "gloo-as-nccl"
-BACKENDS = ("gloo", AS_NCCL)
-ALL_CASES = CASES | {one.name: one for one in (on_backend(case, AS_NCCL) for case in CASES.values())}
+BACKENDS = ("gloo", AS_NCCL, STAND_IN_NCCL)
+ALL_CASES = {
+    **CASES,
+    **{one.name: one for one in (on_backend(case, AS_NCCL) for case in CASES.values())},
+    STAND_IN_CASE.name: STAND_IN_CASE,
+}
 FRESH = 100  # seeds from here on are not looked at while what they test is built
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,7 +108,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help="may be given several times",
     )
-    text = "gloo-as-nccl: the probe takes Gloo's groups for NCCL's (default: gloo)"
+    text = "gloo-as-nccl: the probe takes Gloo's groups for NCCL's; stand-in-nccl: on the stand-in GPU (default: gloo)"
     add("--backend", choices=BACKENDS, default="gloo", help=text)
     text = "seeds 0 to N-1, or FIRST to LAST (default: as many as the goal asks for)"
     add("--seeds", type=seeds_of, metavar="N|FIRST-LAST", help=text)
@@ -109,7 +117,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--keep-runs", action="store_true", help="keep the run folders of passed seeds, too")
     add("--again", action="store_true", help="run seeds that have a result already")
     add(
-        "--parallel", type=int, default=1, metavar="N", help="jobs at once (their timing disturbs each other)"
+        "--parallel",
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="jobs at once (their timing disturbs each other)",
     )
     add("--summary-only", action="store_true", help="run nothing, summarise what is there")
     add("--json", type=Path, help="where to write the summary (default: summary.json beside the results)")
@@ -120,6 +133,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="run nothing; put results that are one file a seed (FOLDER/seed-NNN.json) into --out, and end",
     )
     arguments = parser.parse_args(argv)
+    if arguments.backend == STAND_IN_NCCL:
+        if arguments.case:
+            parser.error("--backend stand-in-nccl has one case of its own: leave --case out")
+        arguments.case = [STAND_IN_CASE.name]
     if not arguments.case and not arguments.convert:
         parser.error("which --case?")
     return arguments
@@ -144,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_case(case, range(case.seeds) if arguments.seeds is None else arguments.seeds, arguments)
     shown = wanted
     if "all" in arguments.case or arguments.summary_only:
-        own = NAMES if arguments.backend != AS_NCCL else ()
+        own = NAMES if arguments.backend == "gloo" else ()
         shown = [name for name in (*ALL_CASES, REPLAY) if name in own or kept(arguments.out, name)]
     for name in shown:
         summarise(report, arguments.out, name)

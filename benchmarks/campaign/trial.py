@@ -17,10 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 _NODE_RANK = "<node rank>"  # in the command that all hosts share
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """The stand-in GPU that a job runs on, as ``benchmarks.stand_in.launch.environment`` makes it."""
+
+    faults: Sequence[Any]  # benchmarks.stand_in.faults.Fault
+    clock: Literal["real", "virtual"]
+    kernel_us: float
+    values: bool
+    settings: Mapping[str, str]
+    nodes: int  # on this machine, each with its own name and agent
 
 
 @dataclass(frozen=True)
@@ -40,11 +52,13 @@ class Plan:
     )
     timeout_s: float = 150.0
     end_on: str = ""  # the job is ended (SIGTERM) after an incident of this kind, or of one of "KIND or KIND"
+    end_when_named: bool = False  # only after an incident that names somebody
     end_after_s: float = 2.0
     end_after_truth_s: float = 0.0  # the job is ended so long after it told its truth; 0: it ends by itself
     kill: str = ""  # "agent" or "controller": killed at step truth["kill_step"]
     slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
     cut_path: tuple[str, str] | None = None  # host, host: there nothing passes from truth["onset"] on
+    stand_in: StandIn | None = None  # the script is one for the stand-in GPU; ``nproc``: ranks a node
 
     @property
     def on_hosts(self) -> bool:
@@ -84,8 +98,11 @@ class Live:
             return (self.folder / "steps-0.jsonl").read_bytes().count(b"\n")
         return 0
 
-    def incidents(self, kind: str) -> bool:
-        """Whether there is an incident of this kind, or of "KIND or KIND"; who was accused meanwhile is noted."""
+    def incidents(self, kind: str, named: bool = False) -> bool:
+        """Whether there is an incident of this kind, or of "KIND or KIND"; who was accused meanwhile is noted.
+
+        ``named``: whether only those count that name somebody.
+        """
         found = [
             incident for incident in read_incidents(self.run) if incident.get("kind") in kind.split(" or ")
         ]
@@ -93,7 +110,7 @@ class Live:
         for incident in found:
             if incident["culprits"] and (not accused or accused[-1]["culprits"] != incident["culprits"]):
                 accused.append({"unix_s": time.time(), "culprits": incident["culprits"]})
-        return bool(found)
+        return any(incident["culprits"] or not named for incident in found)
 
     def companion(self, program: str) -> int:
         """The process number of this run's agent or controller; 0 when there is none."""
@@ -167,6 +184,8 @@ def processes_of(run: Path) -> dict[int, str]:
 
 def run_trial(plan: Plan, folder: Path) -> Outcome:
     """Run the plan's job in ``folder`` (its run folder is ``folder/run``) to its end and gather the outcome."""
+    if plan.stand_in is not None:
+        return _run_on_stand_in(plan, plan.stand_in, folder)
     if not plan.on_hosts:
         return _run(plan, folder, lambda command, env, log: [_start(command, env, log)])
     from tests.e2e.testbed import four_hosts
@@ -193,6 +212,32 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
         return _run(plan, folder, start, bed.links.inject(SlowLink(*plan.slow_link)))
 
 
+def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
+    from benchmarks.stand_in.launch import PYTHON, environment, read_log
+
+    def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
+        made = environment(
+            folder,
+            faults=device.faults,
+            clock=device.clock,
+            kernel_us=device.kernel_us,
+            values=device.values,
+            settings={"STAND_IN_NOTES": str(folder), "NCCL_RAS_ENABLE": "0", **device.settings},
+        )
+        started: list[subprocess.Popen[bytes]] = []
+        for number in range(device.nodes):
+            words = [str(PYTHON), *(str(number) if word == _NODE_RANK else word for word in command[1:])]
+            name = {"KEEPSTEP_NODE_NAME": f"node-{number}"} if device.nodes > 1 else {}
+            started.append(_start(words, {**env, **made, **name}, log))
+        return started
+
+    outcome = _run(plan, folder, start)
+    ranks = plan.nproc * device.nodes
+    marks = [read_log(folder / "devices" / f"rank-{rank}").periods_ns() for rank in range(ranks)]
+    outcome.notes["periods_ns"] = marks
+    return outcome
+
+
 def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
@@ -206,12 +251,18 @@ def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subproce
 
 def _command(plan: Plan, folder: Path) -> list[str]:
     where = ["--nproc-per-node", str(plan.nproc), "--run-dir", str(folder / "run"), *plan.flags]
-    if plan.on_hosts:
-        port = 20000 + random.Random(str(folder)).randrange(9000)
-        where += ["--nnodes", "4", "--node-rank", _NODE_RANK]
-        where += ["--master-addr", "node-a", "--master-port", str(port), "--rdzv-id", "campaign"]
+    nodes = 4 if plan.on_hosts else plan.stand_in.nodes if plan.stand_in is not None else 1
+    if nodes > 1:
+        port, address = (
+            20000 + random.Random(str(folder)).randrange(9000),
+            "node-a" if plan.on_hosts else "127.0.0.1",
+        )
+        where += ["--nnodes", str(nodes), "--node-rank", _NODE_RANK]
+        where += ["--master-addr", address, "--master-port", str(port), "--rdzv-id", "campaign"]
     arguments = [word.replace("{folder}", str(folder)) for word in plan.arguments]
-    script = [str(ROOT / plan.script), *arguments, "--step-times", str(folder / "steps-{rank}.jsonl")]
+    script = [str(ROOT / plan.script), *arguments]
+    if plan.stand_in is None:
+        script += ["--step-times", str(folder / "steps-{rank}.jsonl")]
     if plan.fault:
         script += ["--fault", plan.fault]
     return [sys.executable, "-m", "keepstep.cli", "run", *where, *script]
@@ -249,7 +300,8 @@ def _run(
 
 def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
     """Disturb the run as planned and wait for its end; True when it had to be ended."""
-    interrupt_at = float("inf")
+    interrupt_at = math.inf
+    told = true = False  # two events: the incident that is waited for, and the truth
     while any(launcher.poll() is None for launcher in live.launchers):
         now = time.monotonic()
         if plan.kill and "killed" not in live.notes and live.steps() >= plan.truth["kill_step"]:
@@ -262,10 +314,10 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
         if plan.stop and "stopped" not in live.notes:
             live.stop(*plan.stop)
         live.look_at_lives()
-        if plan.end_on and live.incidents(plan.end_on) and interrupt_at == float("inf"):
-            interrupt_at = now + plan.end_after_s
-        if plan.end_after_truth_s and interrupt_at == float("inf") and truths_in(live.folder):
-            interrupt_at = now + plan.end_after_truth_s
+        if plan.end_on and not told and live.incidents(plan.end_on, plan.end_when_named):
+            told, interrupt_at = True, min(interrupt_at, now + plan.end_after_s)
+        if plan.end_after_truth_s and not true and truths_in(live.folder):
+            true, interrupt_at = True, min(interrupt_at, now + plan.end_after_truth_s)
         if now > interrupt_at:
             live.interrupt()
             interrupt_at = now + 15

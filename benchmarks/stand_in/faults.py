@@ -2,6 +2,8 @@
 
 Fault("slow", rank=1, step=20, value=1.3)          the kernels of rank 1 take 1.3 times as long from step 20 on
 Fault("hang", rank=2, step=20, where="backward")   its host never comes out of the backward pass
+
+Where STAND_IN_NOTES names a folder, each rank writes there what it begins to do wrong and when: ``truth-RANK.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ What = Literal[
     "illegal-address",  # a kernel in phase `where` fails
     "ecc",  # the same, by the memory's fault
     "die",  # it is killed in phase `where`
+    "save",  # it writes a checkpoint for `value` seconds in phase `where`
+    "evaluate",  # it evaluates another model for `value` seconds
 ]
 FOR_GOOD_S = 100_000
+_NOTES = "STAND_IN_NOTES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class Script:
     def __init__(self, device: Device | RealDevice, rank: int, faults: Iterable[Fault]) -> None:
         self.device = device
         self.faults = [fault for fault in faults if fault.rank == rank]
+        self._rank, self._notes, self._noted = rank, os.environ.get(_NOTES, ""), set[Fault]()
         self._is_virtual = os.environ.get("STAND_IN_CLOCK") == "virtual"
 
     @classmethod
@@ -79,8 +85,10 @@ class Script:
         for fault in self.faults:
             if fault.what == "slow" and fault.is_on(step):
                 factor *= fault.value
+                self._note(fault)
             if fault.what in ("cut", "slow-pair") and step in (fault.step, fault.until):
                 begins = step == fault.step
+                self._note(fault)
                 if fault.what == "cut":
                     self.device.cut(stream, fault.rank, fault.peer, begins)
                 else:
@@ -93,9 +101,11 @@ class Script:
             if fault.where != where:
                 continue
             if fault.what == "slow-host" and fault.is_on(step):
+                self._note(fault)
                 self.device.host_works(fault.value) if self._is_virtual else time.sleep(fault.value)
             if step != fault.step:
                 continue
+            self._note(fault)
             if fault.what == "hang":
                 time.sleep(FOR_GOOD_S)
             elif fault.what == "never-ends":
@@ -106,7 +116,51 @@ class Script:
                 self.device.fail_next(ECC)
             elif fault.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.what == "save":
+                _save(fault.value)
+            elif fault.what == "evaluate":
+                _evaluate(fault.value)
 
     def says(self, what: What, step: int) -> bool:
         """Whether a fault that the job itself has to play is due in this step."""
-        return any(fault.what == what and fault.step == step for fault in self.faults)
+        due = [fault for fault in self.faults if fault.what == what and fault.step == step]
+        for fault in due:
+            self._note(fault)
+        return bool(due)
+
+    def _note(self, fault: Fault) -> None:
+        """Tell once that the fault begins."""
+        if not self._notes or fault in self._noted:
+            return
+        self._noted.add(fault)
+        with open(os.path.join(self._notes, f"truth-{self._rank}.jsonl"), "a") as file:
+            file.write(json.dumps({"rank": self._rank, "unix_s": time.time(), **asdict(fault)}) + "\n")
+
+
+class _Slow:
+    """An object that takes long to be written."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __getstate__(self) -> dict[str, float]:
+        time.sleep(self.seconds)
+        return {}
+
+
+def _save(seconds: float) -> None:
+    import torch
+
+    torch.save(_Slow(seconds), os.devnull)
+
+
+def _evaluate(seconds: float) -> None:
+    """Evaluate a model of the host's, so that it needs nothing of other ranks."""
+    import torch
+
+    aside = torch.nn.Linear(8, 1)
+    aside.eval()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        aside(torch.randn(8, 8))
+        time.sleep(0.1)

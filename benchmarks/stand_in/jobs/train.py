@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,9 +22,27 @@ from benchmarks.gpu.device import RealDevice, take_device
 from benchmarks.stand_in.device import Device, compute_values
 from benchmarks.stand_in.faults import Script
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 BATCH = 8
 MARKS = "STAND_IN_LOG"  # the folder for marks
+
+
+class Steps(Dataset[int]):
+    """The numbers of the steps; each begins with its data."""
+
+    def __init__(self, steps: int, script: Script, stream: int) -> None:
+        self.steps, self.script, self.stream = steps, script, stream
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> int:
+        if step >= self.steps:
+            raise IndexError(step)
+        self.script.begin(step, self.stream)
+        self.script.at(step, "data")
+        return step
 
 
 class Layout:
@@ -120,6 +139,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--layer-us", type=float, default=3000)
+    parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -135,24 +155,24 @@ def main() -> None:
     if isinstance(device, RealDevice):
         device.load(layout.module)
     optimizer = torch.optim.AdamW(layout.parameters(), lr=0.01, fused=True)
+    optimizer.register_step_pre_hook(lambda *_: script.at(layout.step, "optimizer"))
     norm = torch.zeros(1, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
 
-    for step in range(arguments.steps):
+    for step in DataLoader(Steps(arguments.steps, script, stream), batch_size=None):
         layout.step = step
-        script.begin(step, stream)
-        script.at(step, "data")
+        next_s = time.monotonic() + arguments.pace_s
         layout.forward_backward()
         script.at(step, "reduce")
         if script.says("order", step):
             dist.broadcast(norm, 0)
         elif not script.says("skip", step):
             dist.all_reduce(norm)
-        script.at(step, "optimizer")
         optimizer.step()
         device.mark(stream, step)
         optimizer.zero_grad()
         script.at(step, "checkpoint")
+        time.sleep(max(next_s - time.monotonic(), 0))
     counts = device.counts()
     torch.cuda.synchronize()
     if isinstance(device, RealDevice) and MARKS in os.environ:
