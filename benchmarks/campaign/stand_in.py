@@ -13,9 +13,9 @@ from benchmarks.campaign.trial import Outcome, Plan, StandIn
 STAND_IN_NCCL = "stand-in-nccl"  # the backend's name
 _VIRTUAL_KERNEL_US = 2000.0
 _KERNEL_US_A_RANK = 2500.0  # in real pace hosts that share two cores have to be ahead of their devices
-# Who is slow from the start is told by heartbeats, one a second, so that steps must not be over in no time: the host
-# makes four a second, and its device, in virtual time, two.
-_EARLY_KERNEL_US, _EARLY_PACE_S = 12_000.0, 0.25
+# Who is slow from the start is told by heartbeats, about one a second, so that steps must not be over in no time: the
+# host makes two a second, and its device, in virtual time, one.
+_EARLY_KERNEL_US, _EARLY_PACE_S = 24_000.0, 0.5
 _GBPS = "0.01"  # so that a transfer takes a part of the step that a slow pair can make longer
 _WITHIN = 3  # iterations until a slow rank is named that has a healthy past
 _EARLY_WITHIN, _SIXTH = 5, 5  # those after the sixth step where it has none, and that step's number

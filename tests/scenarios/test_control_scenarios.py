@@ -10,8 +10,8 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1]   answer the last StateRequest; rank is not in the
-                                              collective, or none is
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1]   answer the last StateRequest; rank is not
+                                              in the collective, or none is; its device has done all it was given
     reachable node=0-2                        their agents say where they answer probes
     probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the pair,
                                               or from the node
@@ -39,7 +39,7 @@ from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
-from keepstep.core.summary import Endpoint, PathProbe
+from keepstep.core.summary import DeviceCalls, Endpoint, PathProbe
 from keepstep.core.validation import TransferEndpoint
 from keepstep.report.timeline import rows
 from keepstep.wire.messages import (
@@ -255,7 +255,14 @@ class Stage:
         return out
 
     def do_states(
-        self, rank: str, idle: str, nodes: str = "", going: str = "0", dead: str = "0", none: str = "0"
+        self,
+        rank: str,
+        idle: str,
+        nodes: str = "",
+        going: str = "0",
+        dead: str = "0",
+        none: str = "0",
+        done: str = "0",
     ) -> list[Effect]:
         asked, out = self.asked, []
         assert isinstance(asked, StateRequest)
@@ -267,6 +274,7 @@ class Stage:
                         one, self.now_s, step=40, idle_s=idle_s, waits=none == "0" and one != int(rank)
                     ),
                     alive=dead == "0",
+                    device=DeviceCalls() if done == "1" and one == int(rank) else None,
                 )
                 for one in self.ranks_of(node)
             )

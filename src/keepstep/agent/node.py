@@ -23,7 +23,7 @@ from keepstep.agent.ranks.states import (
 )
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, having_devices, records_written
+from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, calls_made, having_devices
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
@@ -207,7 +207,7 @@ class NodeAgent:
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns)
-        self._recorder.time(now_ns * 1e-9, records_written(self._rings))
+        self._recorder.time(now_ns * 1e-9, calls_made(self._rings))
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         if 0 < self._save_again_ns <= now_ns:
             self.save_rings()

@@ -11,6 +11,7 @@ INCIDENT_SCHEMA = 1
 IncidentKind = Literal["slow", "hang", "crash", "desync", "corrupt"]
 Confidence = Literal["high", "medium", "low"]
 
+NETWORK = "network"  # the cause of a culprit that is a path; without a link it is not known which one
 LEFT_LOOP = "left the training loop"  # the cause of a culprit whose stack shows where it went
 
 
@@ -24,7 +25,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """Who is to blame: a ``rank`` or a ``link``, never both."""
+    """Who is to blame: a ``rank`` or a ``link``, never both; neither for a node, or a path that is not known."""
 
     rank: int | None = None
     link: Link | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.core.incident import Confidence, Culprit, Diagnosis, Link
+from keepstep.core.incident import NETWORK, Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import LinkState, RankState
 from keepstep.locate._calls import ranks_of
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence, is_of
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._ports import are_quiet, bad_ports, port_lines, ports_down
 from keepstep.locate._waiting import Pending
@@ -19,6 +19,7 @@ _MOST_LINKS = 4  # links that are named in one diagnosis
 _MOST_PATHS = 1024  # paths that are probed at once
 # Further nodes that probe a silent node: a single bad path would not prove that the node is at fault.
 _PROBERS = 2
+_FABRIC = "whether the fabric carries messages: probes go over TCP"
 
 
 Flow = tuple[int, LinkState]  # a rank, and where its transfers to a peer stand still
@@ -97,15 +98,13 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
         found = _diagnose_bad_paths(known, stuck, bad)
     elif (lossy := bad_ports(ports, nodes)) is not None:
         found = _diagnose_ports(known, stuck, pairs, lossy.nodes, "; ".join(lossy.evidence[:2]))
-    elif 0 < len(waits := _not_begun(known, stuck[0])) <= min(FEW, len(stuck[0].waiting) // 2):
-        found = _diagnose_not_begun(known, stuck[0], waits)
     elif 0 < len(gpus := _still_gpus(known.states, waiting)) <= min(FEW, len(waiting) // 2):
         found = _diagnose_still_gpus(known, stuck, gpus)
-    elif (
-        (readers := _not_reading(known, stuck))
-        or known.paths.all_sound(pairs)
-        or _is_quiet(known, waiting, nodes)
-    ):
+    elif (readers := _not_reading(known, stuck)) or _is_quiet(known, waiting, nodes):
+        found = _diagnose_software(known, stuck, readers)
+    elif (begun := next((p for p in stuck if _all_have_begun(known, p)), None)) is not None:
+        found = _diagnose_begun(known, begun, sound=known.paths.all_sound(pairs))
+    elif known.paths.all_sound(pairs):
         found = _diagnose_software(known, stuck, readers)
     elif not_seen := [p for p in stuck if _may_not_have_begun(known, p)]:
         found = _diagnose_not_seen_to_begin(known, not_seen[0])
@@ -114,8 +113,8 @@ def diagnose_transfer(known: HangEvidence, stuck: Sequence[Pending]) -> Diagnosi
     lines, missing = (*known.paths.lines(pairs), *port_lines(ports, nodes)), found.missing
     if are_quiet(ports, nodes):
         lines = (*lines, f"ports of {fold_nodes(sorted(nodes))} lost nothing, and none went down")
-    if any(port.node in nodes for port in ports):
-        missing = (*missing, "whether the fabric carries messages: probes go over TCP")
+    if _FABRIC not in missing and any(port.node in nodes for port in ports):
+        missing = (*missing, _FABRIC)
     return replace(found, evidence=(*found.evidence, *lines), missing=missing, paths=tuple(pairs))
 
 
@@ -181,17 +180,46 @@ def _diagnose_still_gpus(known: HangEvidence, stuck: Sequence[Pending], gpus: Se
     return known.diagnosis(culprits, set(gpus), main, (_entered(main),))
 
 
-def _not_begun(known: HangEvidence, p: Pending) -> list[int]:
-    """Ranks whose device has not begun an operation that the devices of all others have."""
-    begun = {rank: [one.begun for one in known.states[rank].in_flight if is_of(one, p)] for rank in p.waiting}
-    return [rank for rank, its in begun.items() if its == [False]] if [None] not in begun.values() else []
-
-
 def _may_not_have_begun(known: HangEvidence, p: Pending) -> bool:
     """Whether the device of a rank may be in something before the operation, by what its recorder tells."""
     if p.group not in known.device.names or known.device.told.isdisjoint(p.waiting):
         return False
     return not all(one.begun for one in known.parts_of(p))
+
+
+def _all_have_begun(known: HangEvidence, p: Pending) -> bool:
+    """Whether the devices of all members are seen to be in the operation, and none is through."""
+    parts = known.parts_of(p)
+    return (
+        p.group in known.device.names
+        and p.collective
+        and set(p.waiting) == set(p.members)
+        and len(p.waiting) > 1
+        and all(one.begun for one in parts)
+    )
+
+
+def _diagnose_begun(known: HangEvidence, p: Pending, *, sound: bool) -> Diagnosis:
+    """All devices are in the operation and none gets out: no rank differs from the others, so it is the network.
+
+    ``sound``: probes came back. They go over TCP, which the fabric need not be.
+    """
+    names = sorted({known.nodes.get(rank, "") for rank in p.waiting})
+    sure: Confidence = "low" if sound else "medium"
+    detail = "the devices of all members are in it, and nothing comes through"
+    if len(names) == 2 or len(p.waiting) == 2:
+        one = p.waiting[0]
+        others = [rank for rank in p.waiting if known.nodes.get(rank, "") != known.nodes.get(one, "")]
+        culprit = _link(known, (one, (others or p.waiting[1:])[0]), sure, NETWORK, detail)
+        missing = ()
+    else:
+        culprit = Culprit(None, None, "", "transfer", 0.0, sure, NETWORK, detail)
+        where = f"of {fold_nodes(names)}" if len(names) > 1 else f"of ranks {fold_ranks(p.waiting)}"
+        missing = (f"between which {where} nothing comes through: test them pair by pair",)
+    if sound:
+        missing = (*missing, _FABRIC)
+    blamed = set(culprit.link.ranks) if culprit.link is not None else set[int]()
+    return known.diagnosis((culprit,), blamed, p, (_entered(p),), missing)
 
 
 def _diagnose_not_seen_to_begin(known: HangEvidence, p: Pending) -> Diagnosis:
@@ -200,11 +228,24 @@ def _diagnose_not_seen_to_begin(known: HangEvidence, p: Pending) -> Diagnosis:
     return known.diagnosis((), set(), p, (_entered(p),), missing)
 
 
-def _diagnose_not_begun(known: HangEvidence, p: Pending, ranks: Sequence[int]) -> Diagnosis:
-    """These ranks have called the operation as the others have, but their devices are in something before it."""
+def diagnose_still_devices(known: HangEvidence) -> Diagnosis | None:
+    """Few devices that have not begun what is next on them, while those of all others are in something; None: not so.
+
+    They are in a kernel before it, and wait for nobody. All ranks must have called something that is not finished: else
+    one hangs on its host, and the others wait for that.
+    """
+    begun = {rank: [one.begun for one in state.in_flight] for rank, state in known.states.items()}
+    if any(not its or None in its for its in begun.values()):
+        return None
+    still = sorted(rank for rank, its in begun.items() if not any(its))
+    if not 0 < len(still) <= min(FEW, len(begun) // 2):
+        return None
+    awaited = [p for p in known.pending if not set(still).isdisjoint(p.members)]
+    p = next((p for p in awaited if not set(still).issuperset(p.waiting)), awaited[0])
     detail = f"its device has not begun {p}, those of the others have"
-    culprits = tuple(_rank(known, rank, "medium", "its GPU stands still", detail) for rank in ranks)
-    return known.diagnosis(culprits, set(ranks), p, (_entered(p),))
+    culprits = tuple(_rank(known, rank, "medium", "its GPU stands still", detail) for rank in still)
+    told = (_entered(p),) if p.entered_by_all else ()
+    return known.diagnosis(culprits, set(still), p, told)
 
 
 def _diagnose_bad_paths(known: HangEvidence, stuck: Sequence[Pending], bad: Sequence[Pair]) -> Diagnosis:

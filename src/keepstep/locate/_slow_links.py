@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Confidence, Culprit, Link
+from keepstep.core.incident import NETWORK, Confidence, Culprit, Link
 from keepstep.core.iteration_table import table_of
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.locate._candidates import ranks_to_look_at
@@ -162,7 +162,14 @@ def blame_links(transfers: Sequence[Transfer], evidence: Evidence, slowdown_s: f
             found, culprits=(_by_ports(bad, slow[0], rest, nodes),), evidence=(*found.evidence, *bad.evidence)
         )
     where = f"{slow[0].path} spans all of them; test them pair by pair"
-    return replace(found, missing=(f"which pair of {fold_nodes(rest)} is slow: {where}",))
+    missing = (f"which pair of {fold_nodes(rest)} is slow: {where}",)
+    group = evidence.groups.get(slow[0].path.group)
+    if group is None or not group.is_communicator or slow[0].of_peers:
+        return replace(found, missing=missing)
+    # Devices time each other's transfers, so it is the network, though not known between whom.
+    told = f"transfers of all {len(slow[0].ranks)} ranks take longer after the last arrival"
+    culprit = Culprit(None, None, "", "transfer", round(slow[0].ratio, 2), "medium", NETWORK, told)
+    return replace(found, culprits=(culprit,), missing=missing)
 
 
 def links_by_counters(evidence: Evidence) -> SlowLinks:

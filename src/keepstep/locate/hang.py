@@ -27,7 +27,12 @@ from keepstep.locate._hang_graph import (
     Roots,
     arranged,
 )
-from keepstep.locate._hang_network import cut_links, diagnose_silent, diagnose_transfer
+from keepstep.locate._hang_network import (
+    cut_links,
+    diagnose_silent,
+    diagnose_still_devices,
+    diagnose_transfer,
+)
 from keepstep.locate._left import diagnose_left, left_well
 from keepstep.locate._message_mismatch import diagnose_message_mismatch
 from keepstep.locate._waiting import Pending
@@ -54,6 +59,8 @@ def locate_hang(evidence: Evidence) -> Diagnosis:
     if gone:
         return _diagnose_gone(known, sorted(gone))
     if found := diagnose_message_mismatch(known) or diagnose_wrong_peer(known):
+        return found
+    if found := diagnose_still_devices(known):
         return found
     roots = _find_roots(known)
     if left := _left_in(known, roots.ranks):

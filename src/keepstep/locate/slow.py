@@ -351,6 +351,8 @@ def _culprit(
         confidence = "medium" if len(growth.ranks) >= 3 else "low"
     elif not last or float(growth.share[position]) < 0.5:
         confidence = "medium"
+    elif host is not None and host.cause == "run queue" and growth.follows_host[position]:
+        confidence = "medium"  # what keeps its host from its work comes and goes
     ratio = round(float(growth.ratio[position]), 2)
     node = evidence.nodes.get(rank, "")
     return Culprit(rank, None, node, stage, ratio, confidence, cause, "; ".join(details))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.core.incident import Action, Culprit, Incident
+from keepstep.core.incident import NETWORK, Action, Culprit, Incident
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.report.folding import alike
 
@@ -18,7 +18,9 @@ def who(culprit: Culprit) -> str:
         return f"link {here} ↔ {there}  (rank {first} ↔ {second})"
     if culprit.rank is not None:
         return f"rank {culprit.rank}  {culprit.node}".rstrip()
-    return f"node {culprit.node}" if culprit.node else "somebody"
+    if culprit.node:
+        return f"node {culprit.node}"
+    return "the network" if culprit.cause == NETWORK else "somebody"
 
 
 def who_all(ones: Sequence[Culprit]) -> str:

@@ -37,6 +37,28 @@ def settled(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found
 
 
+def recorded(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The entries, without an end of calls that the host is still about to enqueue.
+
+    CUDA takes an event that was never recorded for one that is over. So what torch's watchdog has not put away is not
+    done while a call before it is not.
+    """
+    found: list[Mapping[str, Any]] = []
+    are_open: set[tuple[str, str]] = set()
+    for entry in entries:
+        name = str(entry["profiling_name"])
+        apart = (
+            name if entry.get("is_p2p") is True or name == _BATCH else ""
+        )  # these have streams of their own
+        key = str(entry["process_group"][0]), apart
+        if entry.get("retired") is True or (entry.get("state") == "completed" and key not in are_open):
+            found.append(entry)
+        else:
+            are_open.add(key)
+            found.append({**entry, "state": "scheduled"} if entry.get("state") == "completed" else entry)
+    return found
+
+
 def _number(entry: Mapping[str, Any]) -> tuple[Any, Any]:
     return entry.get("collective_seq_id"), entry.get("p2p_seq_id")
 

@@ -43,7 +43,7 @@ class Dump:
     # Whether it tells which calls have ended: what hooks record of a backend ("nccl2") is called done when enqueued.
     tells_ends: bool = True
     moved_ns: int = (
-        0  # when torch last saw the device begin or end a call, in ns on the clock on the wall; 0: never
+        0  # when torch's watchdog last saw the device end a call, in ns on the clock on the wall; 0: never
     )
 
 

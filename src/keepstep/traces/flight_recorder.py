@@ -28,7 +28,7 @@ from keepstep.core.habits import usual
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import DeviceCalls, GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
-from keepstep.traces._coalesced import merged, settled, without_overtaken
+from keepstep.traces._coalesced import merged, recorded, settled, without_overtaken
 from keepstep.traces._dumped_messages import ends, messages_of, numbered
 from keepstep.traces.dump_files import MOST_RANKS, ranks_of
 from keepstep.traces.dump_sets import (
@@ -46,7 +46,7 @@ from keepstep.traces.recorded_content import content_of
 MOST_CALLS = 200_000  # calls read from a dump; torch keeps 2000, unless TORCH_FR_BUFFER_SIZE is set
 _MOST_MEMBERS = 2 << 20  # members of all groups of a dump together
 _MOST_NUMBER = 1 << 62  # the largest sequence number or time in ns
-_MOVES = ("time_discovered_started_ns", "time_discovered_completed_ns")
+_ENDED_NS = "time_discovered_completed_ns"
 _NEWEST = 64  # calls of a dump that are read at least, where only the newest are
 _MOST_LETTERS = 200  # characters of a name that are kept
 _MOST_LINES = 20  # on files that could not be used
@@ -157,20 +157,27 @@ def parse_newest(data: bytes, rank: int) -> Dump:
     """
     content = read_json(data)
     try:
-        return _parse({**content, "entries": _newest(content["entries"])}, rank)
+        newest, is_timed = _newest(content["entries"])
+        return _parse({**content, "entries": newest}, rank, is_timed=is_timed)
     except (AttributeError, LookupError, TypeError) as error:
         raise TraceError(f"is no flight-recorder dump: {type(error).__name__}: {str(error)[:80]}") from error
 
 
-def _newest(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
+    """The newest calls, and whether torch had looked at the begin of one that is left out."""
     first_open = next((at for at, one in enumerate(entries) if not _is_done(one)), len(entries))
     begin = max(min(first_open, len(entries) - _NEWEST), 0)
     last = {(str(one["process_group"]), one.get("is_p2p") is True): at for at, one in enumerate(entries)}
-    return [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
+    kept = [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
+    return kept, any(map(_has_begun, entries[:begin]))
 
 
 def _is_done(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _has_begun(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("time_discovered_started_ns")) or entry.get("state") == "started"
 
 
 def state_of(dump: Dump, rank: int) -> RankState:
@@ -213,14 +220,17 @@ def _states(dumps: Mapping[int, Dump], groups: Mapping[str, GroupInfo]) -> tuple
         ended = _ended(dump.entries)
         last: dict[str, Op] = {e.group: e.op for e in dump.entries if e.peer < 0}
         counts = {group: pair for group, pair in dump.counts.items() if group not in with_messages}
+        not_begun = _not_begun(dump.entries, heads[rank])
         for group, (enqueued, completed) in (counts | _counted(dump.entries, with_messages)).items():
             op = int(last.get(group, Op.ALLREDUCE))
-            # Operations of a group run one after the other, so none after the first unfinished one has begun.
-            entered = max(min(enqueued, completed + 1), 0)
+            # Operations of a group run one after the other, so none after the first unfinished one has begun; nor has
+            # that, where the device is seen to be in something before it.
+            entered = max(min(enqueued, completed + (group not in not_begun)), 0)
             last_ones = tuple(ended.get(group, ())[-_ENDED:])
             streams[rank].append(StreamProgress(group, op, -1, entered, max(completed, 0), last_ones))
+        last_ns = max((e.created_ns for e in dump.entries), default=now_ns)
         flights[rank] = tuple(
-            _in_flight(head, numbers.get(ends(rank, head), head.seq), dump) for head in heads[rank]
+            _in_flight(head, numbers.get(ends(rank, head), head.seq), dump, last_ns) for head in heads[rank]
         )
     return tuple(
         RankState(
@@ -251,6 +261,15 @@ def _oldest_open(entries: Sequence[DumpedCall]) -> tuple[DumpedCall, ...]:
     return (oldest,) if oldest.peer < 0 else tuple(batch)
 
 
+def _not_begun(entries: Sequence[DumpedCall], heads: Sequence[DumpedCall]) -> set[str]:
+    """The groups whose first unfinished collective the device has not begun, as it is in a call before it."""
+    first: dict[str, DumpedCall] = {}
+    for one in entries:
+        if not one.done and one.peer < 0:
+            first.setdefault(one.group, one)
+    return {group for group, one in first.items() if one.begun is False and one not in heads}
+
+
 def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
     """The collectives that are done, by group, oldest first."""
     found: dict[str, list[OpEnded]] = {}
@@ -263,10 +282,12 @@ def _ended(entries: Sequence[DumpedCall]) -> dict[str, list[OpEnded]]:
     return found
 
 
-def _in_flight(entry: DumpedCall, seq: int, dump: Dump) -> OpInFlight:
+def _in_flight(entry: DumpedCall, seq: int, dump: Dump, last_ns: int) -> OpInFlight:
     one = entry.content
+    # A device that was seen to begin it is in it, whatever its host has enqueued since.
+    since_ns = last_ns if entry.begun else entry.created_ns
     return OpInFlight(
-        entry.group, int(entry.op), entry.peer, seq, entry.created_ns * 1e-9, one.site,
+        entry.group, int(entry.op), entry.peer, seq, since_ns * 1e-9, one.site,
         bytes=one.bytes, element=one.element, usual=_usual(entry, dump), begun=entry.begun,
     )  # fmt: skip
 
@@ -289,6 +310,15 @@ def _usual(entry: DumpedCall, dump: Dump) -> int:
     return usual(np.array(alike, np.uint64), calls.index(entry))
 
 
+def _looked_at(entries: Sequence[DumpedCall], *, is_timed: bool) -> list[DumpedCall]:
+    """The calls, with an unknown begin where torch did not look: it does so from some call on."""
+    found: list[DumpedCall] = []
+    for one in entries:
+        is_timed = is_timed or one.begun is True
+        found.append(one if is_timed else replace(one, begun=None))
+    return found
+
+
 def _load(path: Path) -> Any:
     """The content of a dump as plain data. Errors go on after the file's name."""
     try:
@@ -300,7 +330,8 @@ def _load(path: Path) -> Any:
     return read_json(data) if data[:1] in (b"{", b"[") else read_pickle(data)
 
 
-def _parse(content: Any, rank: int) -> Dump:
+def _parse(content: Any, rank: int, *, is_timed: bool = False) -> Dump:
+    """What a dump says. ``is_timed``: torch had looked at the begin of an older call, which it leaves out."""
     if not isinstance(content, dict) or "entries" not in content:
         raise TraceError("is no flight-recorder dump: it has no entries")
     dump = cast("dict[str, Any]", content)
@@ -322,16 +353,19 @@ def _parse(content: Any, rank: int) -> Dump:
         names = _names(groups, status, raw)
         tells_ends = not any(str(e["profiling_name"]).startswith(_BY_HOOKS) for e in raw)
         counts = _counts(status, names, groups) if tells_ends else {}  # hooks count from 0
-        entries = [one for one in (_entry(e, groups, rank) for e in settled(raw)) if one is not None]
+        entries = [
+            one for one in (_entry(e, groups, rank) for e in recorded(settled(raw))) if one is not None
+        ]
         if not tells_ends:
             entries = [one for one in entries if one.op not in MESSAGES]  # hooks do not say with whom
         entries.sort(key=lambda one: (one.created_ns, one.seq))
         entries = merged(entries)
         if all(str(e["profiling_name"]).startswith("nccl:") for e in raw):
             entries = without_overtaken(entries)  # Gloo does several at a time
-        moved_ns = max((_whole(e.get(key) or 0) for e in raw for key in _MOVES), default=0)
-        if not any(entry.begun for entry in entries):  # torch only looks where it keeps times
-            entries = [replace(entry, begun=None) for entry in entries]
+        # What torch's watchdog has not put away has the time of this dump.
+        moves = (_whole(e.get(_ENDED_NS) or 0) for e in raw if e.get("retired"))
+        moved_ns = max(moves, default=0)
+        entries = _looked_at(entries, is_timed=is_timed)
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {entry.group for entry in entries if entry.peer < 0}
@@ -466,5 +500,4 @@ def _entry(entry: Mapping[str, Any], groups: Mapping[str, GroupInfo], rank: int)
     seq = _whole(entry["p2p_seq_id"] if peer >= 0 else entry["collective_seq_id"])
     done = _is_done(entry)
     created_ns, content = _whole(entry.get("time_created_ns") or 0), content_of(entry, op)
-    begun = bool(entry.get("time_discovered_started_ns")) or entry.get("state") == "started"
-    return DumpedCall(group, op, peer, seq, created_ns, done, content, begun)
+    return DumpedCall(group, op, peer, seq, created_ns, done, content, _has_begun(entry))

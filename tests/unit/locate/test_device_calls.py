@@ -17,6 +17,7 @@ from keepstep.core.summary import (
     How,
     OpEnded,
     OpInFlight,
+    PathProbe,
     RankState,
     Stillness,
     StreamProgress,
@@ -109,6 +110,44 @@ def test_all_alike_is_the_network_only_where_all_devices_have_begun():
     (culprit,) = judged(*(state(rank, device=told(63, 64, begun=True)) for rank in range(2))).culprits
     assert culprit.link is not None
     assert culprit.link.ranks == (0, 1)
+
+
+def test_a_network_that_carries_nothing_for_many_ranks_is_named_without_its_link():
+    states = [state(rank, device=told(63, 64, begun=True)) for rank in range(4)]
+    found = judged(*states)
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.link, culprit.cause) == (None, None, "network")
+    assert culprit.confidence == "medium"
+    assert "between which of ranks 0-3" in found.missing[0]
+    ranks = range(4)
+    nodes = {rank: f"n{rank // 2}" for rank in ranks}
+    groups = {"0": GroupInfo("0", tuple(ranks), "cuda:nccl")}
+    probes = [PathProbe("n0", "n1", 0.001), PathProbe("n1", "n0", 0.001)]
+    (culprit,) = locate_hang(Evidence(groups, nodes, states=states, probes=probes)).culprits
+    assert culprit.link is not None
+    assert (culprit.link.nodes, culprit.confidence) == (("n0", "n1"), "low")
+
+
+def test_a_member_that_has_called_it_and_is_in_something_else_is_no_sign_of_the_network():
+    """Rank 3 has made the call, too, but its device is in a message with rank 2, who is in the collective."""
+    message = OpInFlight("0", RECV, 2, 8, 80.0, begun=True)
+    streams = (StreamProgress("0", ALLREDUCE, -1, 63, 63), StreamProgress("0", RECV, 2, 8, 7))
+    others = [state(rank, device=told(63, 64, begun=True)) for rank in range(3)]
+    sender = replace(others[2], streams=(StreamProgress("0", SEND, 3, 7, 7),))
+    found = judged(*others[:2], sender, state(3, device=DeviceCalls((message,), streams)))
+    assert [(one.rank, one.cause) for one in found.culprits] == [(3, "skipped an operation")]
+    assert found.kind == "desync"
+
+
+def test_a_device_that_has_not_begun_its_message_stands_still():
+    """Ranks 2 and 3 wait for rank 1's message, directly or not; rank 1 is in a kernel before it."""
+    own = OpInFlight("0", SEND, 2, 8, 80.0, begun=False)
+    sender = state(1, device=DeviceCalls((own,), (StreamProgress("0", SEND, 2, 8, 7),)))
+    other = OpInFlight("0", RECV, 1, 8, 80.0, begun=True)
+    receiver = state(2, device=DeviceCalls((other,), (StreamProgress("0", RECV, 1, 8, 7),)))
+    rest = [state(rank, device=told(3, 4, begun=True, group="1")) for rank in (0, 3)]
+    (culprit,) = judged(sender, receiver, *rest, groups=("0", "1")).culprits
+    assert (culprit.rank, culprit.cause, culprit.confidence) == (1, "its GPU stands still", "medium")
 
 
 def test_messages_are_counted_for_each_sender_and_receiver():

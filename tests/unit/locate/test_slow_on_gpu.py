@@ -106,15 +106,30 @@ def test_a_busy_host_that_is_ahead_is_no_cause() -> None:
     (culprit,) = diagnose(job({2: 2.0}), starved).culprits
     assert (culprit.cause, culprit.detail) == ("compute on the GPU", "")
     (culprit,) = diagnose(job({2: 2.0}, ahead_later_s=0.09), starved).culprits
-    assert culprit.cause == "run queue"
+    assert (culprit.cause, culprit.confidence) == ("run queue", "medium")
     (culprit,) = diagnose(job({2: 2.0}), HostCause(2, "GPU clock", 0.5)).culprits
     assert culprit.cause == "GPU clock"
 
 
 def test_the_network_is_told_by_the_shortest_kernels() -> None:
     found = diagnose(job(transfer=6.0))
-    assert all(one.rank is None for one in found.culprits)
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.cause) == (None, "network")
     assert "transfers on nccl-1" in found.summary
+
+
+def test_the_network_is_named_where_it_is_not_known_which_path() -> None:
+    rows, nodes = job(transfer=6.0), {rank: f"node-{rank}" for rank in NODES}
+    before, after = [row for row in rows if row.step < 10], [row for row in rows if row.step >= 10]
+    found = locate_slow(Evidence(GROUPS, nodes, None, before=before, after=after, onset_step=10))
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.link, culprit.cause, culprit.confidence) == (
+        None,
+        None,
+        "network",
+        "medium",
+    )
+    assert "which pair of" in found.missing[0]
 
 
 def test_nobody_is_named_among_healthy_ranks() -> None:
@@ -137,7 +152,7 @@ def test_a_gpu_for_which_nobody_waits_longer_slows_nobody_down() -> None:
             IterationSummary(rank, step, float(step), own[0], own[rank], own[0] - own[rank], ahead_s=0.5)
             for rank in (0, 1)
         ]
-    nodes = dict.fromkeys((0, 1), "node-0")
+    nodes = {0: "node-0", 1: "node-0"}
     before, after = [row for row in rows if row.step < 10], [row for row in rows if row.step >= 10]
     groups = {"0": GroupInfo("0", (0, 1), "cuda:nccl")}
     found = locate_slow(Evidence(groups, nodes, None, before=before, after=after, onset_step=10))

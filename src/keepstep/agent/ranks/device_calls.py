@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.core.events import MESSAGES
-from keepstep.core.summary import DeviceCalls, GroupInfo, OpInFlight, StreamProgress
+from keepstep.core.summary import DeviceCalls, GroupInfo, StreamProgress
 from keepstep.traces.dump_sets import Dump
 from keepstep.traces.flight_recorder import state_of, torchs_name
 
@@ -61,10 +60,10 @@ def device_calls(
         for one in found.in_flight
         if one.peer < 0
     ]
-    inside = {(names[one.group], one.op, one.peer): one.since_s - ago_s for one in found.in_flight}
-    messages = _messages(own, names, streams, inside)
+    inside = {(names[one.group], one.op, one.peer): one for one in found.in_flight if one.peer >= 0}
+    messages = _messages(own, names, streams, set(inside))
     flights += [
-        OpInFlight(one.group, one.op, one.peer, one.started, inside[key])
+        replace(inside[key], group=one.group, seq=one.started, since_s=inside[key].since_s - ago_s)
         for one in messages
         if (key := (one.group, one.op, one.peer)) in inside
     ]
@@ -79,21 +78,27 @@ def _messages(
     dump: Dump,
     names: dict[str, str],
     streams: Sequence[StreamProgress],
-    inside: Collection[tuple[str, int, int]],
+    inside: set[tuple[str, int, int]],
 ) -> list[StreamProgress]:
     """How far the rank is in its messages, by the ring's numbers; without those that the dump does not hold.
 
-    What is called, but not what the device is ``inside``, it has not entered: it works in order.
+    ``inside``: group, operation and peer of those that its device is in.
     """
-    calls = [
-        (names[one.group], int(one.op), one.peer, one.done) for one in dump.entries if one.op in MESSAGES
-    ]
-    told, undone = {call[:3] for call in calls}, Counter(call[:3] for call in calls if not call[3])
+    told: set[tuple[str, int, int]] = set()
+    undone: dict[tuple[str, int, int], list[bool | None]] = {}  # whether the device has begun each
+    for one in dump.entries:
+        if one.op in MESSAGES:
+            key = names[one.group], int(one.op), one.peer
+            told.add(key)
+            if not one.done:
+                undone.setdefault(key, []).append(one.begun)
     found: list[StreamProgress] = []
     for one in streams:
         key = one.group, one.op, one.peer
         if key in told:
-            completed = max(one.started - undone[key], 0)
-            entered = completed + (key in inside)
-            found.append(replace(one, started=min(one.started, entered), completed=completed))
+            begun = undone.get(key, [])
+            completed = max(one.started - len(begun), 0)
+            waits = key not in inside and begun[:1] != [True]  # behind another call: a device works in order
+            started = min(one.started, completed + (not waits))
+            found.append(replace(one, started=started, completed=completed))
     return found

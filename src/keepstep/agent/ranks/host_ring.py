@@ -52,6 +52,17 @@ class HostRing(RingReader):
         theirs = [place for place, group in enumerate(self.groups()) if group.is_communicator]
         return rows[[group not in theirs for group in rows["group"].tolist()]] if theirs else rows
 
+    def calls(self) -> int:
+        """How many operations the rank has called, as far as is known.
+
+        The probe and the shim each count what they see: the probe misses what C++ calls, the shim what is not NCCL's.
+        """
+        shims = [group.is_communicator for group in self.groups()]
+        made = [0, 0]
+        for group, started in super().streams()[["group", "started"]].tolist():
+            made[shims[group]] += started
+        return max(made)
+
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:
     """The process groups of torch that are there, among those of a ring: neither the NCCL shim's nor ``SET_UP``."""

@@ -68,12 +68,12 @@ def asking_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
     }
 
 
-def records_written(rings: Iterable[WatchedRing]) -> dict[int, int]:
-    """How many records the rings have had, by process, of ranks that train on a device."""
+def calls_made(rings: Iterable[WatchedRing]) -> dict[int, int]:
+    """How many operations were called, by process, of ranks that train on a device."""
     return {
-        ring.process.pid: ring.header.written
+        ring.process.pid: ring.reader.calls()
         for ring in rings
-        if ring.process is not None and ring.header is not None and not ring.ended
+        if ring.process is not None and ring.reader is not None and not ring.ended
         if ring.track.has_device and ring.track.steps >= _STEADY_STEPS
     }
 

@@ -224,12 +224,19 @@ class HangCase(Case):
         silence = _is_silence(diagnosis.culprits)
         knows_less = not diagnosis.culprits or (silence and old is not None and not _is_silence(old.culprits))
         # Links that were blamed are acquitted once they have answered probes.
-        acquitted = old is not None and self._probes and all(one.link is not None for one in old.culprits)
+        acquitted = old is not None and self._probes and all(one.rank is None for one in old.culprits)
         if old is not None and old.culprits and knows_less and not acquitted:
             return diagnosis  # the incident keeps its earlier diagnosis, which knows more
-        if old is None and self._all_wait and not self._stuck and not _is_locked_up(diagnosis, traffic):
+        if (
+            old is None
+            and self._all_wait
+            and not self._stuck
+            and (not _is_locked_up(diagnosis, traffic) or _may_pause(diagnosis, by_rank))
+        ):
             self.closed = self._tries >= _MOST_TRIES
-            return diagnosis  # perhaps a slow transfer: agents will report the ranks that are in it too long
+            return (
+                diagnosis  # a slow transfer, or a pause: agents will report the ranks that are in it too long
+            )
         if old is None and self._desk.cluster.left and not any(state.in_flight for state in states):
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # those that left have done their part, and the others work for themselves
@@ -312,6 +319,23 @@ class HangCase(Case):
 def _is_silence(culprits: Sequence[Culprit]) -> bool:
     """Whether these are blamed only because nothing was heard of them."""
     return bool(culprits) and all(culprit.cause == "silent" for culprit in culprits)
+
+
+def _may_pause(diagnosis: Diagnosis, states: Mapping[int, RankState]) -> bool:
+    """Whether a rank that is blamed does not wait for others, by its device.
+
+    Has that done all that it was given, its host may be in a pause, such as a checkpoint. Has it not begun what is
+    next, it may be in a long kernel.
+    """
+    blamed = {one.rank for one in diagnosis.culprits}
+    devices = [state.device for rank, state in states.items() if rank in blamed]
+    return any(
+        one is not None
+        and one.answered
+        and one.is_whole
+        and not any(f.begun is not False for f in one.in_flight)
+        for one in devices
+    )
 
 
 def _is_locked_up(diagnosis: Diagnosis, traffic: Sequence[PeerTraffic]) -> bool:

@@ -133,11 +133,11 @@ def blamed_by(
         return {}, "it is not known who holds the job up"
     blamed: dict[int, float] = {}
     for culprit in incident.culprits:
-        if culprit.link is not None:
+        if culprit.rank is None:
             return {}, "a link is to blame, no process"
         if culprit.confidence == "low":
             return {}, "it is not sure enough who holds the job up"
-        finding = standing(culprit.rank) if culprit.rank is not None else None
+        finding = standing(culprit.rank)
         if finding is None:
             return {}, f"{who(culprit)} has not been still for longer than is usual there"
         number, step = ended.get(finding.rank, (incident.number, None))

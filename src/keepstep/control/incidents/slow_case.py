@@ -446,8 +446,10 @@ class SlowCase(Case):
 
 
 def _firmness(culprits: Sequence[Culprit]) -> int:
-    """How sure the first culprit is, from 1 (low) to 3; 0 without a culprit."""
-    return 1 + ("low", "medium", "high").index(culprits[0].confidence) if culprits else 0
+    """How sure the first culprit is, from 1 (low, or a path that is not known) to 3; 0 without a culprit."""
+    if not culprits or (culprits[0].rank is None and culprits[0].link is None):
+        return len(culprits[:1])
+    return 1 + ("low", "medium", "high").index(culprits[0].confidence)
 
 
 def _pace(rows: Sequence[IterationSummary]) -> float | None:

@@ -45,7 +45,7 @@ class Replacement(Move):
 
         blamed = self._blamed(look.cases)
         self._found = self._replaceable(blamed)
-        if not self._found or any(one.link for one in culprits_of(look.cases)):
+        if not self._found or any(one.rank is None for one in culprits_of(look.cases)):
             return None  # it is not known whether the replaced node is at an end of the link
         ranks = self._rank_of()
         rest = [one.slowdown for one in culprits_of(look.cases) if ranks.get(one.node) not in self._found]

@@ -70,7 +70,7 @@ def entry(seq: int, **changes: Any) -> dict[str, Any]:
 
 def message(seq: int, **changes: Any) -> dict[str, Any]:
     words = {"profiling_name": "nccl:recv 0<-1", "is_p2p": True, "p2p_seq_id": seq, "collective_seq_id": 0}
-    return entry(seq, **words, **changes)
+    return entry(seq, **{**words, **changes})
 
 
 def calls(
@@ -139,6 +139,53 @@ def test_of_a_long_dump_the_newest_calls_are_read_and_the_last_of_each_group() -
         "0": (500, 499),
         "1": (7, 7),
     }
+
+
+LOOKED = {"time_discovered_started_ns": 1, "time_discovered_completed_ns": 2}
+
+
+def test_a_begin_is_known_from_the_first_call_on_at_which_torch_looked() -> None:
+    timed = [entry(seq, **LOOKED) for seq in range(10, 100)]
+    behind = [entry(seq, **OPEN) for seq in range(100, 300)]
+    for before, begun in ((timed, False), ([entry(seq) for seq in range(10, 100)], None)):
+        found = calls(*before, *behind)
+        assert found is not None
+        assert [(one.seq, one.begun) for one in found.in_flight] == [(100, begun)]
+
+
+def test_what_a_device_has_not_begun_as_it_is_in_something_before_it_is_not_entered() -> None:
+    """In a message: neither the collective nor the message to come is begun."""
+    words = {"profiling_name": "nccl:send 0->1"}
+    entries = [
+        entry(5, **LOOKED),
+        message(41, **{**OPEN, "state": "started"}),
+        entry(6, **OPEN, time_created_ns=50 * 10**9),
+        message(42, **OPEN, **words, time_created_ns=51 * 10**9),
+    ]
+    streams = (StreamProgress("0", Op.RECV, 1, 9, 9), StreamProgress("0", Op.SEND, 1, 4, 4))
+    found = calls(*entries, streams=streams)
+    assert found is not None
+    assert [(one.op, one.seq, one.begun) for one in found.in_flight] == [(Op.RECV, 9, True)]
+    assert [(one.op, one.started, one.completed) for one in found.streams] == [
+        (Op.ALLREDUCE, 5, 5),
+        (Op.RECV, 9, 8),
+        (Op.SEND, 3, 3),
+    ]
+
+
+def test_a_device_has_moved_when_the_watchdog_saw_it_end_a_call() -> None:
+    """What torch finds out for a dump has the time of that dump, and a device in one call for long begins none."""
+    is_in = entry(2, **{**OPEN, "state": "started", "time_discovered_started_ns": 900})
+    later = entry(3, retired=False, time_discovered_completed_ns=901)
+    dump = {"version": "2.10", "entries": [entry(1, **LOOKED), is_in, later], "pg_config": {}}
+    assert parse_newest(json.dumps(dump).encode(), 0).moved_ns == 2
+
+
+def test_an_event_that_was_never_recorded_is_no_end() -> None:
+    """CUDA says that it is over, while the host is about to enqueue the call."""
+    found = calls(entry(1), entry(2, **OPEN), entry(3, retired=False))
+    assert found is not None
+    assert [(one.started, one.completed) for one in found.streams] == [(2, 1)]
 
 
 def test_what_hooks_record_tells_no_ends() -> None:

@@ -39,6 +39,17 @@ def test_the_agent_reads_what_the_probe_wrote_and_not_what_the_shim_did(ring: in
     assert len(RingReader(ring).snapshot()) == 3
 
 
+def test_calls_are_counted_once_though_both_record_them(ring: int) -> None:
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
+    group = probe.group("0", [0, 1], "cuda:nccl", "default")
+    for number in range(5):
+        shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)()
+        if number < 3:  # two are called by C++
+            probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0)()
+    assert HostRing(ring).calls() == 5
+
+
 def test_the_last_calls_are_the_probes_and_are_read_anew_only_after_progress(ring: int) -> None:
     probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
     communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
