@@ -50,6 +50,12 @@ SLOW = Incident(
 )
 
 
+def test_a_network_of_which_the_path_is_not_known() -> None:
+    told = Culprit(None, None, "", "transfer", 0.0, "medium", "network", "nothing comes through")
+    line = render(replace(HANG, culprits=(told,))).splitlines()[1]
+    assert line.startswith("culprit   the network  network; nothing comes through")
+
+
 def test_hang() -> None:
     assert render(HANG).splitlines() == [
         "HANG      step 18422  group tp3  ALLGATHER seq 120049  stuck 92 s",
