@@ -23,7 +23,13 @@ from keepstep.agent.ranks.states import (
 )
 from keepstep.agent.ranks.step_log import StepLog
 from keepstep.agent.ranks.track import RankTrack
-from keepstep.agent.ranks.watched_ring import WatchedRing, asking_devices, calls_made, having_devices
+from keepstep.agent.ranks.watched_ring import (
+    WatchedRing,
+    asking_devices,
+    calls_made,
+    having_devices,
+    launching,
+)
 from keepstep.agent.sensors.activity import ActivitySensor, Suspect
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
@@ -31,6 +37,7 @@ from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.network import NetworkSensors
 from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify
+from keepstep.agent.sensors.ras import RasSensor
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
 from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
@@ -99,7 +106,7 @@ class NodeAgent:
         self._gpus = gpus
         self.network = NetworkSensors(node, links or {}, ports)
         self._activity = ActivitySensor()
-        self._recorder = RecorderSensor(run_dir)
+        self._recorder, self._ras = RecorderSensor(run_dir), RasSensor()
         self._notices = Notices(node, run_dir)
         self._save_again_ns = 0  # when rings are saved that could not be; 0: none
         self._sequence = 0
@@ -262,6 +269,8 @@ class NodeAgent:
             if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
         }
         stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
+        if request.launched:
+            await self._ras.launched(time.monotonic(), launching(self._rings))
         dumps = await self._recorder.answers(time.monotonic(), having_devices(self._rings))
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
@@ -476,6 +485,7 @@ class NodeAgent:
                 incarnation=ring.header.incarnation if ring.header is not None else -1,
                 calls=calls,
                 dump=dump,
+                launched=self._ras.of(ring.rank, ring.counts),
             )
             if ring.track.progress or ring.process is None:
                 return found

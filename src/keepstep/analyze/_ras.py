@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,18 +10,11 @@ from keepstep.analyze._episodes import judged
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, Incident
-from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
-from keepstep.locate import locate_hang
+from keepstep.locate import KINDS, UNTOLD, first_open, locate_hang, told_counts, waiting_in, worded
 from keepstep.traces.ras_status import OF_OTHERS, RasAnswer, RasCommunicator, RasRank
 
-_OPS = {
-    "allreduce": Op.ALLREDUCE, "broadcast": Op.BROADCAST, "reduce": Op.REDUCE, "allgather": Op.ALLGATHER,
-    "reducescatter": Op.REDUCE_SCATTER, "alltoall": Op.ALLTOALL, "gather": Op.GATHER, "scatter": Op.SCATTER,
-}  # fmt: skip
-_UNTOLD = Op.BARRIER  # stands for an operation of unknown kind: NCCL has no barrier, so RAS counts none
 _MOST_LINES = 3  # lines of evidence on communicators whose counts differ
-_MOST_LISTED = 4  # different counts that such a line lists
 _DEAD = "RAS has not reached its process for a minute"
 _REPORTED = "NCCL reports: "
 _USUAL_LEAD = (
@@ -44,7 +36,9 @@ def in_status(answers: Sequence[RasAnswer], apart_s: float) -> tuple[tuple[Incid
     if len(answers) == 1 and 0 < max(map(_lead, stuck), default=0) <= _USUAL_LEAD:
         moves = "a job that works looks the same"
     if moves:
-        missing += [f"a hang: {moves}; {_told(one)}" for one in stuck if _lead(one)][:_MOST_LINES]
+        missing += [f"a hang: {moves}; {told_counts(one.name, one.counts)}" for one in stuck if _lead(one)][
+            :_MOST_LINES
+        ]
         stuck = tuple(replace(one, ranks=_without_counts(one)) for one in stuck)
     shown = [one for one in stuck if _is_odd(one)]
     if not shown:
@@ -152,7 +146,7 @@ def _job_of(communicators: Sequence[RasCommunicator], gpus: int) -> _Job:
 def _diagnosis(job: _Job, shown: Sequence[RasCommunicator]) -> Diagnosis:
     """Who holds the job up: a rank in which NCCL failed, else the root of the wait-for graph."""
     found = _located(job, shown)
-    lines = [_told(one) for one in shown if any(one.counts.values())][:_MOST_LINES]
+    lines = [told_counts(one.name, one.counts) for one in shown if any(one.counts.values())][:_MOST_LINES]
     failed = [
         (place, rank.error)
         for one in shown
@@ -180,18 +174,15 @@ def _located(job: _Job, shown: Sequence[RasCommunicator]) -> Diagnosis:
     for one in shown:
         places = [job.rank_of.get((one.name, number)) for number in range(one.size)]
         groups[one.name] = GroupInfo(one.name, tuple(place for place in places if place is not None))
-        seq, calls = _first_open(one)
+        counts = one.counts
+        seq, calls = first_open(counts) if any(counts.values()) else _last_launched(one)
         for number, rank in one.ranks.items():
             place = job.rank_of.get((one.name, number))
             if place is None or rank.standing in ("silent", "dead", "not in"):
                 continue
-            op = calls.get(number)
-            entered = seq if op is not None else seq - 1
-            streams.setdefault(place, []).append(
-                StreamProgress(one.name, int(op or _UNTOLD), -1, entered, seq - 1)
-            )
-            if op is not None:
-                flights.setdefault(place, []).append(OpInFlight(one.name, int(op), -1, seq, 0.0))
+            flight, stream = waiting_in(one.name, seq, calls.get(number), 0.0)
+            streams.setdefault(place, []).append(stream)
+            flights.setdefault(place, []).extend(flight)
     states = [
         RankState(place, job.ranks[place].standing != "dead", -1, -1, 0.0, 0, 0.0, 0.0, tuple(flights.get(place, ())),
                   tuple(streams.get(place, ())), "?")
@@ -199,72 +190,17 @@ def _located(job: _Job, shown: Sequence[RasCommunicator]) -> Diagnosis:
     ]  # fmt: skip
     nodes = {place: rank.host for place, rank in job.ranks.items()}
     found = locate_hang(Evidence(groups, nodes, states=states))
-    return _words(found)
-
-
-def _first_open(one: RasCommunicator) -> tuple[int, dict[int, Op]]:
-    """The first collective that not all ranks have launched: its number, and what each rank has launched there.
-
-    The number counts the kinds of collectives in which ranks differ. A rank that is behind is left out.
-    """
-    counts = one.counts
-    if not any(counts.values()):
-        return _last_launched(one)
-    kinds = sorted({kind for told in counts.values() for kind in told})
-    least = {kind: min(told[kind] for told in counts.values()) for kind in kinds}
-    seq = sum(least.values()) + 1
-    more = {number: {k for k in kinds if told[k] > least[k]} for number, told in counts.items()}
-    ahead = {number: some for number, some in more.items() if some}
-    # What all ranks that are ahead have launched more of comes next; if there is no such kind, they differ in it.
-    common = set[str].intersection(*ahead.values()) if ahead else set[str]()
-    have = Counter(kind for some in ahead.values() for kind in some)
-    calls: dict[int, Op] = {}
-    for number, some in ahead.items():
-        kind = min(sorted(common or some), key=lambda word: (have[word], word))
-        is_sure = len(common) == 1 or not common
-        calls[number] = _OPS.get(kind.lower(), _UNTOLD) if is_sure else _UNTOLD
-    return seq, calls
+    return worded(found)
 
 
 def _last_launched(one: RasCommunicator) -> tuple[int, dict[int, Op]]:
     """The last collective of a communicator whose ranks have all launched as many, where some rank does not answer."""
     counts = next((rank.counts for rank in one.ranks.values() if rank.counts), dict[str, int]())
     kinds = [kind for kind, count in counts.items() if count]
-    op = _OPS.get(kinds[0].lower(), _UNTOLD) if len(kinds) == 1 else _UNTOLD
+    op = KINDS.get(kinds[0].lower(), UNTOLD) if len(kinds) == 1 else UNTOLD
     inside = [number for number, rank in one.ranks.items() if rank.standing == "in"]
     waits = any(rank.standing in ("silent", "dead") for rank in one.ranks.values())
     return max(sum(counts.values()), 1), dict.fromkeys(inside if waits else (), op)
-
-
-def _words(found: Diagnosis) -> Diagnosis:
-    """The diagnosis with a word for operations of unknown kind."""
-
-    def worded(text: str) -> str:
-        # Where no counts are told, each rank counts as having launched one.
-        return text.replace(f"{_UNTOLD.name} seq 1", "a collective").replace(_UNTOLD.name, "collective")
-
-    culprits = tuple(replace(one, detail=worded(one.detail)) for one in found.culprits)
-    evidence, missing = tuple(map(worded, found.evidence)), tuple(map(worded, found.missing))
-    return replace(
-        found, culprits=culprits, evidence=evidence, missing=missing, summary=worded(found.summary)
-    )
-
-
-def _told(one: RasCommunicator) -> str:
-    """``communicator 0x1b: AllReduce 88 of rank 1, 131 of rank 0``, ranks numbered as in the communicator."""
-    parts: list[str] = []
-    counts = one.counts
-    for kind in sorted({kind for told in counts.values() for kind in told}):
-        ranks: dict[int, list[int]] = {}
-        for number, told in counts.items():
-            ranks.setdefault(told[kind], []).append(number)
-        listed = [
-            f"{count} of rank{'s' * (len(those) > 1)} {fold_ranks(those)}"
-            for count, those in sorted(ranks.items())
-        ]
-        more = f" and {len(listed) - _MOST_LISTED} more" if len(listed) > _MOST_LISTED else ""
-        parts.append(f"{kind} {', '.join(listed[:_MOST_LISTED])}{more}")
-    return f"communicator {one.name} has launched: {'; '.join(parts)}"
 
 
 def _named(job: _Job, place: int, cause: str, confidence: Confidence) -> Culprit:

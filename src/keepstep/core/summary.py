@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from keepstep.core.events import HOST_BACKENDS
+from keepstep.core.launched import Launched
 
 COMMUNICATORS = "nccl-"
 """How the names of NCCL's communicators begin, which the shim gives them."""
@@ -233,6 +234,7 @@ class RankState:
     incarnation: int = -1  # incarnation of the rank's process; -1: not known
     left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack
     device: DeviceCalls | None = None  # None: it has no groups of a device, or its torch cannot tell
+    launched: tuple[Launched, ...] = ()  # by NCCL's RAS, where it was asked, and has answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,16 @@
 
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
+from keepstep.locate._launched import (
+    KINDS,
+    UNTOLD,
+    first_open,
+    locate_by_launched,
+    told_counts,
+    waiting_in,
+    wants_launched,
+    worded,
+)
 from keepstep.locate._paths import with_probes
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets

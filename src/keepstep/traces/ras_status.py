@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from keepstep.core.launched import differing
+
 MOST_RANKS = 1 << 17  # ranks of all communicators together
 
 RankStanding = Literal["in", "setting up", "finalizing", "aborting", "not in", "silent", "dead"]
@@ -63,16 +65,9 @@ class RasCommunicator:
     @property
     def counts(self) -> dict[int, Mapping[str, int]]:
         """The counts of the ranks that are in it, by number, of kinds in which ranks differ; without them, of none."""
-        inside = {
-            number: one.counts for number, one in self.ranks.items() if one.standing == "in" and one.counts
-        }
-        kinds = sorted({kind for counts in inside.values() for kind in counts})
-        differ = [kind for kind in kinds if len({counts.get(kind) for counts in inside.values()}) > 1]
-        return {
-            number: {kind: counts[kind] for kind in differ}
-            for number, counts in inside.items()
-            if all(kind in counts for kind in differ)
-        }
+        return differing(
+            {number: one.counts for number, one in self.ranks.items() if one.standing == "in" and one.counts}
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from keepstep.agent.ranks.last_calls import LastCalls, last_calls
 from keepstep.core.errors import KeepstepError, RingError
-from keepstep.core.events import SET_UP, Flag
+from keepstep.core.events import SET_UP, Flag, Kind, Life
 from keepstep.core.own_folders import make_folder
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import RETIRED, Batch, RingReader
@@ -22,6 +22,7 @@ from keepstep.ring import RETIRED, Batch, RingReader
 logger = logging.getLogger("keepstep.agent")
 
 _ENQUEUED, _TIMED = int(Flag.ENQUEUED), int(Flag.TIMED)
+_COMMUNICATOR, _GROUP = int(Kind.COMMUNICATOR), int(Life.GROUP)
 
 
 class HostRing(RingReader):
@@ -46,6 +47,11 @@ class HostRing(RingReader):
 
     def in_flight(self) -> Any:
         return _judged(super().in_flight())
+
+    def changes_communicators(self) -> bool:
+        """Whether NCCL is making or ending a communicator now, by the shim."""
+        kinds: Any = super().in_flight()[["kind", "op"]]
+        return bool(((kinds["kind"] == _COMMUNICATOR) & (kinds["op"] != _GROUP)).any())
 
     def streams(self) -> Any:
         rows: Any = super().streams()

@@ -19,6 +19,7 @@ from keepstep.agent.ranks.left_loop import left_loop
 from keepstep.agent.ranks.track import USUAL, RankTrack
 from keepstep.agent.sensors.activity import py_spy
 from keepstep.core.events import TIMEOUT_NOTE, Kind, element_of, reduction_of
+from keepstep.core.launched import Launched
 from keepstep.core.summary import (
     DeviceCalls,
     GroupInfo,
@@ -111,12 +112,13 @@ def rank_state(
     calls: LastCalls = _NO_CALLS,
     incarnation: int = -1,
     dump: Dump | Literal["mute"] | None = None,
+    launched: tuple[Launched, ...] = (),
 ) -> RankState:
     """The state of one rank.
 
     ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
     ``calls``: its last collectives. ``dump``: what torch's flight recorder holds in its process; "mute": that did not
-    answer.
+    answer. ``launched``: what NCCL's RAS tells.
     """
     phase, since_ns = track.phase()
     if track.failed is not None:
@@ -145,6 +147,7 @@ def rank_state(
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
         device=DeviceCalls(answered=False) if dump == "mute" else _device(track, progress, dump),
+        launched=launched,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from keepstep.agent.ranks.host_ring import HostRing
@@ -86,6 +86,15 @@ def training_on_nccl(rings: Iterable[WatchedRing]) -> dict[int, ProcessId]:
         if ring.process is not None and not ring.ended and ring.track.has_device
         if any(_is_on_nccl(group) for group in ring.track.groups)
     }
+
+
+def launching(rings: Sequence[WatchedRing]) -> dict[int, tuple[int, int]]:
+    """The processes on NCCL, and their counts, by rank; empty while one of them makes or ends a communicator."""
+    on_nccl = training_on_nccl(rings)
+    own = [ring for ring in rings if ring.rank in on_nccl]
+    if any(ring.reader is not None and ring.reader.changes_communicators() for ring in own):
+        return {}
+    return {ring.rank: (on_nccl[ring.rank].pid, ring.counts) for ring in own}
 
 
 def nccl_records(ring: WatchedRing) -> NcclRecords:

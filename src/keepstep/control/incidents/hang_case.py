@@ -42,6 +42,7 @@ class HangCase(Case):
         self._first_s: float | None = None  # when the first finding came, on the controller's clock
         self._stuck_s = incident.stuck_s or 0.0 if incident else 0.0
         self._limit_s = 0.0
+        self._wants_launched = False  # torch's recorder did not tell of all ranks on NCCL
         self._all_wait = False  # the case was opened because all ranks wait, not by a finding
         self._step = -1
         self._tries = 0
@@ -179,7 +180,8 @@ class HangCase(Case):
 
     def _ask(self, *, stacks: bool, now_s: float) -> None:
         self._asked_s = now_s
-        self.question = self._desk.agents.ask_states(stacks, now_s)
+        launched = stacks and self._wants_launched
+        self.question = self._desk.agents.ask_states(stacks, now_s, launched=launched)
 
     def _pause_s(self) -> float:
         """The time from one question to the next while the hang is not confirmed."""
@@ -306,6 +308,9 @@ class HangCase(Case):
                 probes=self._probes,
                 addresses=cluster.addresses(),
             )
+            self._wants_launched = desk.locators.wants_launched(evidence)
+            if (by_counts := desk.locators.launched(evidence)) is not None:
+                return by_counts
             diagnosis = desk.locators.hang(evidence)
             known: set[int | None] = {state.rank for state in states if not state.alive}
             if desk.locators.waits_seen(evidence):

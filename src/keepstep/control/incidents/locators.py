@@ -52,6 +52,14 @@ class Locators:
         """Who keeps the others waiting."""
         return _locate().locate_hang(evidence)
 
+    def wants_launched(self, evidence: Evidence) -> bool:
+        """Whether what NCCL itself counts may tell more than is known."""
+        return _locate().wants_launched(evidence)
+
+    def launched(self, evidence: Evidence) -> Diagnosis | None:
+        """Who keeps the others waiting, by what NCCL itself counts; None where that tells no more than is known."""
+        return _locate().locate_by_launched(evidence)
+
     def waits_recorded(self, evidence: Evidence) -> bool:
         """Whether the slow iterations show how long ranks waited for each other."""
         return _locate().waits_recorded(evidence)

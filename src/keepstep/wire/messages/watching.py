@@ -133,10 +133,14 @@ class ProfileRequest(Message, frozen=True):
 
 
 class StateRequest(Message, frozen=True):
-    """Report where your ranks are now. ``stacks``: include Python stacks where they can be read."""
+    """Report where your ranks are now.
+
+    ``stacks``: include Python stacks where they can be read; ``launched``: and what NCCL's RAS tells of the ranks.
+    """
 
     request: int
     stacks: bool = False
+    launched: bool = False
 
 
 class ProbeTarget(msgspec.Struct, frozen=True, array_like=True):
