@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstring>
 #include <initializer_list>
 #include <string>
 
@@ -26,23 +25,28 @@ void pin(const void* address) {
   if (dladdr(address, &info) != 0 && info.dli_fname != nullptr) dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-void* look_in(const char* library, const char* name) {
+void* symbol(void* where, const char* name, const char* version) {
+  return version == nullptr ? dlsym(where, name) : dlvsym(where, name, version);
+}
+
+void* look_in(const char* library, const char* name, const char* version) {
   void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-  return handle == nullptr ? nullptr : dlsym(handle, name);
+  return handle == nullptr ? nullptr : symbol(handle, name, version);
 }
 
 // What the caller would have called without us: in the global scope behind us, among what the caller's library was linked
-// with (NCCL was loaded RTLD_LOCAL), or under NCCL's usual names.
-void* search(const char* name, const void* caller) {
-  void* found = dlsym(RTLD_NEXT, name);
+// with (NCCL was loaded RTLD_LOCAL), or under NCCL's usual names. CUDA's runtime has a symbol `version`, which is its
+// library's name as well; a process may have two of them.
+void* search(const char* name, const char* version, const void* caller) {
+  void* found = symbol(RTLD_NEXT, name, version);
   Dl_info info;
   link_map* library = nullptr;
   if (found == nullptr && caller != nullptr &&
       dladdr1(caller, &info, reinterpret_cast<void**>(&library), RTLD_DL_LINKMAP) != 0 && library != nullptr)
-    found = look_in(library->l_name, name);
-  const bool of_cuda = std::strncmp(name, "cuda", 4) == 0;
-  for (const char* usual : {"libnccl.so.2", "librccl.so.1", "libcudart.so.13", "libcudart.so.12"})
-    if (found == nullptr && of_cuda == (std::strncmp(usual, "libcuda", 7) == 0)) found = look_in(usual, name);
+    found = look_in(library->l_name, name, version);
+  if (found == nullptr && version != nullptr) found = look_in(version, name, version);
+  for (const char* usual : {"libnccl.so.2", "librccl.so.1"})
+    if (found == nullptr && version == nullptr) found = look_in(usual, name, nullptr);
   if (found != nullptr) pin(found);
   dlerror();  // of a search that failed: nobody else is to find it
   return found;
@@ -54,11 +58,12 @@ struct Real;
 template <typename... Arguments>
 struct Real<Result(Arguments...)> {
   const char* name;
+  const char* version = nullptr;
   std::atomic<void*> address{nullptr};
 
   bool find(const void* caller) {
     if (address.load(acquire()) != nullptr) return true;
-    void* found = search(name, caller);
+    void* found = search(name, version, caller);
     address.store(found, std::memory_order_release);
     return found != nullptr;
   }
@@ -70,12 +75,15 @@ struct Real<Result(Arguments...)> {
 
 #define REAL(name, parameters, ...) Real<Result parameters> real_##name{#name};
 #define REAL_CONFIG(name, parameters, ...) Real<Result(KEEPSTEP_NCCL_LIST parameters, const void*)> real_##name##Config{#name "Config"};
+#define REAL_CUDA(name, parameters, ...)                         \
+  Real<Result parameters> real_13_##name{#name, "libcudart.so.13"}; \
+  Real<Result parameters> real_12_##name{#name, "libcudart.so.12"};
 KEEPSTEP_NCCL_CONFIGURABLE(REAL)
 KEEPSTEP_NCCL_CONFIGURABLE(REAL_CONFIG)
 KEEPSTEP_NCCL_PLAIN(REAL)
 KEEPSTEP_NCCL_LIFE(REAL)
 KEEPSTEP_NCCL_ASKED(REAL)
-KEEPSTEP_CUDA(REAL)
+KEEPSTEP_CUDA(REAL_CUDA)
 
 // Only a caller that is linked to a function which its NCCL lacks comes here: without us it would not have started.
 Result missing(const char* name) {

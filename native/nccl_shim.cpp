@@ -283,12 +283,17 @@ Result note(Result result, Handle event, Stream stream) noexcept {
     behind().recorded(event, stream, reinterpret_cast<Stream>(g_main.load(std::memory_order_relaxed)));
   return result;
 }
-Result cudaEventRecord(Handle event, Stream stream) { return note(real_cudaEventRecord(event, stream), event, stream); }
-Result cudaEventRecordWithFlags(Handle event, Stream stream, unsigned flags) {
-  return note(real_cudaEventRecordWithFlags(event, stream, flags), event, stream);
+template <typename Function>
+Result cudaEventRecord(const Function& real, Handle event, Stream stream) {
+  return note(real(event, stream), event, stream);
+}
+template <typename Function>
+Result cudaEventRecordWithFlags(const Function& real, Handle event, Stream stream, unsigned flags) {
+  return note(real(event, stream, flags), event, stream);
 }
 
-Result cudaStreamWaitEvent(Stream stream, Handle event, unsigned flags) {
+template <typename Function>
+Result cudaStreamWaitEvent(const Function& real, Stream stream, Handle event, unsigned flags) {
   std::int16_t group = -1;
   Span* span = nullptr;
   if (has(kTracked) && behind().find(event, &group)) {
@@ -297,14 +302,15 @@ Result cudaStreamWaitEvent(Stream stream, Handle event, unsigned flags) {
     else if (has(kMeasures) && recording() != nullptr)
       span = timing().take_wait(stream, group);
   }
-  const Result result = real_cudaStreamWaitEvent(stream, event, flags);
+  const Result result = real(stream, event, flags);
   if (span != nullptr) timing().end(span, stream, result);
   return result;
 }
 
-Result cudaGraphLaunch(Handle graph, Stream stream) {
+template <typename Function>
+Result cudaGraphLaunch(const Function& real, Handle graph, Stream stream) {
   if (has(kMeasures)) timing().replayed();
-  return real_cudaGraphLaunch(graph, stream);
+  return real(graph, stream);
 }
 
 }  // namespace calls
@@ -320,15 +326,15 @@ Result cudaGraphLaunch(Handle graph, Stream stream) {
     return body;                                                                           \
   }                                                                                        \
   __asm__(".symver keepstep_" #name "," #name "@KEEPSTEP_NCCL");
-// What is linked to CUDA's runtime asks for the symbol version of its library, whose name that is.
-#define EXPORT_CUDA(name, parameters, arguments)                                           \
-  extern "C" Result keepstep_##name parameters {                                           \
-    if (!real_##name.find(__builtin_return_address(0))) return kNoSuchSymbol;              \
-    return calls::name arguments;                                                          \
-  }                                                                                        \
-  extern "C" Result keepstep_12_##name parameters __attribute__((alias("keepstep_" #name))); \
-  __asm__(".symver keepstep_" #name "," #name "@libcudart.so.13");                         \
-  __asm__(".symver keepstep_12_" #name "," #name "@libcudart.so.12");
+// What is linked to CUDA's runtime asks for the symbol version of its library, whose name that is, and gets that one's.
+#define EXPORT_RUNTIME(number, name, parameters, arguments)                                    \
+  extern "C" Result keepstep_##number##_##name parameters {                                    \
+    if (!real_##number##_##name.find(__builtin_return_address(0))) return kNoSuchSymbol;       \
+    return calls::name(real_##number##_##name, KEEPSTEP_NCCL_LIST arguments);                  \
+  }                                                                                            \
+  __asm__(".symver keepstep_" #number "_" #name "," #name "@libcudart.so." #number);
+#define EXPORT_CUDA(name, parameters, arguments) \
+  EXPORT_RUNTIME(13, name, parameters, arguments) EXPORT_RUNTIME(12, name, parameters, arguments)
 #define EXPORT_DATA(name, parameters, arguments, what) EXPORT(name, parameters, data(#name, what, [&] { return real_##name arguments; }))
 #define EXPORT_CONFIG(name, parameters, arguments, what)                           \
   EXPORT(name##Config, (KEEPSTEP_NCCL_LIST parameters, const void* config),        \

@@ -17,7 +17,9 @@ int caller_cudaEventRecord(void* event, void* stream) { return cudaEventRecord(e
 int caller_cudaStreamWaitEvent(void* stream, void* event) { return cudaStreamWaitEvent(stream, event, 0); }
 int caller_cudaGraphLaunch(void* stream) { return cudaGraphLaunch(nullptr, stream); }
 #else
-int cudaEventRecord(void* event, void* stream) { return cuEventRecord(event, stream); }
+static int g_recorded = 0;
+int cudaStandInRecorded() { return g_recorded; }
+int cudaEventRecord(void* event, void* stream) { return ++g_recorded, cuEventRecord(event, stream); }
 int cudaEventRecordWithFlags(void* event, void* stream, unsigned) { return cuEventRecord(event, stream); }
 int cudaStreamWaitEvent(void* stream, void* event, unsigned flags) { return cuStreamWaitEvent(stream, event, flags); }
 int cudaGraphLaunch(void*, void*) { return 0; }

@@ -59,16 +59,19 @@ print(number, cuda.stand_in_wrong())
 @pytest.fixture(scope="module")
 def runtime(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runtime, whose symbols have the version of the real one's, and a caller of it."""
-    folder = tmp_path_factory.mktemp("cudart")
+    return build_runtime(built, tmp_path_factory.mktemp("cudart"), 13)
+
+
+def build_runtime(built: Built, folder: Path, version: int) -> Path:
     source, driver = NATIVE / "tests/stand_in_cudart.cpp", built.folder / "libcuda.so.1"
     library = (COMPILER, "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
-    (folder / "map").write_text("libcudart.so.13 { global: cuda*; local: *; };\n")
-    cudart = folder / "libcudart.so.13"
-    version = ("-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={folder / 'map'}")
+    name = f"libcudart.so.{version}"
+    (folder / "map").write_text(f"{name} {{ global: cuda*; local: *; }};\n")
+    named = (f"-Wl,-soname,{name}", f"-Wl,--version-script={folder / 'map'}")
     paths = f"-Wl,-rpath,{built.folder}:{folder}"
-    command(*library, source, "-o", cudart, driver, *version, paths)
+    command(*library, source, "-o", folder / name, driver, *named, paths)
     caller = folder / "libcudacaller.so"
-    command(*library, "-DCALLER", source, "-o", caller, cudart, driver, paths)
+    command(*library, "-DCALLER", source, "-o", caller, folder / name, driver, paths)
     return folder
 
 
@@ -173,3 +176,30 @@ def test_a_variable_switches_it_off(built: Built, runtime: Path, rings: list[int
     step = "communicate(10); wait(MAIN, DONE, STREAM)"
     found, said = run(built, runtime, rings[0], step, off=True)
     assert (len(found), said) == (0, "")
+
+
+TWO_RUNTIMES = """
+folders = {13: sys.argv[3], 12: sys.argv[4]}
+cuda = ctypes.CDLL(f"{folder}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+cuda.cuCtxSetCurrent(ctypes.c_void_p(0x77))
+flag = getattr(ctypes, mode)
+callers = {number: ctypes.CDLL(f"{where}/libcudacaller.so", mode=flag) for number, where in folders.items()}
+comm = init(make_id(), 1, 0)
+event = callers[13].caller_event
+event.restype = ctypes.c_void_p
+event = ctypes.c_void_p(event())
+for number, times in ((12, 1), (13, 3), (12, 1)):
+    for _ in range(times):
+        assert callers[number].caller_cudaEventRecord(event, STREAM) == 0
+runtimes = (ctypes.CDLL(f"{folders[number]}/libcudart.so.{number}") for number in (12, 13))
+print(*(one.cudaStandInRecorded() for one in runtimes))
+"""
+
+
+@pytest.mark.parametrize("mode", ["RTLD_LOCAL", "RTLD_GLOBAL"])
+def test_each_of_two_runtimes_in_a_process_gets_its_own_calls(
+    built: Built, runtime: Path, rings: list[int], tmp_path: Path, mode: str
+) -> None:
+    other = build_runtime(built, tmp_path, 12)
+    said = built.run(TWO_RUNTIMES, built.environment(rings[0]), runtime, other, mode=mode)
+    assert said == ("2 3\n", "")
