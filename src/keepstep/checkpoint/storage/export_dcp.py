@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint import _nested_dict, planner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -21,13 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from keepstep.checkpoint.header import tensor_paths
@@ -147,9 +141,7 @@ class _Collected:
         known.append(content.getvalue())
         self.entries[shown] = BytesStorageMetadata()
         self.places[shown] = place if shown == name else (shown,)
-        item = WriteItem(
-            index=MetadataIndex(shown),
-            type=WriteItemType.BYTE_IO,
-            bytes_io_data=BytesIOWriteData(len(content.getvalue())),
-        )
-        found.append((item, content))
+        size: dict[str, Any] = {}
+        if hasattr(planner, "BytesIOWriteData"):  # torch 2.7 does not ask for it
+            size["bytes_io_data"] = planner.BytesIOWriteData(len(content.getvalue()))
+        found.append((WriteItem(MetadataIndex(shown), WriteItemType.BYTE_IO, **size), content))
