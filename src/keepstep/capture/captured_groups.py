@@ -74,7 +74,7 @@ class Groups:
                 self._hooks.append(hook)
             if not self._answers:
                 self._answers = True
-                from keepstep.capture.flight_recorder import answer_agent
+                from keepstep.capture.device_answers import answer_agent
 
                 answer_agent(self._aborts)
         except (AttributeError, OSError, KeyError, RuntimeError, TypeError) as error:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from keepstep.core.device_questions import TELL_CALLS, TIME_CALLS, address_of
 from keepstep.core.errors import KeepstepError, TraceError
-from keepstep.core.flight_recorder import TELL_CALLS, TIME_CALLS, address_of
 from keepstep.core.local_socket import connect
 from keepstep.traces.dump_sets import Dump
 from keepstep.traces.flight_recorder import parse_newest

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor, ask
+from keepstep.core.device_questions import address_of
 from keepstep.core.events import Op
-from keepstep.core.flight_recorder import address_of
 from keepstep.core.local_socket import listen
 from keepstep.traces.dump_sets import Dump
 
 SCRIPT = """\
 import ctypes, sys, torch, torch.distributed as dist
 from keepstep.capture.aborts import Aborts
-from keepstep.capture.flight_recorder import answer_agent
+from keepstep.capture.device_answers import answer_agent
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(8))
 answer_agent(Aborts())

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from keepstep.capture.aborts import Aborts
 from keepstep.capture.internals import recorded_calls, time_calls
-from keepstep.core.flight_recorder import TIME_CALLS, address_of
+from keepstep.core.device_questions import TIME_CALLS, address_of
 from keepstep.core.local_socket import accept, listen
 
 _PATIENCE_S = 2.0  # for an agent that has connected and says nothing, or does not take its answer
