@@ -150,3 +150,14 @@ def _numbered(paths: Sequence[Path]) -> list[int | None]:
         dense = max(distinct, default=0) < 16 * len(paths) + 1024
         columns.append(((len(distinct), dense, place), ranks))
     return max(columns)[1] if columns else [None] * len(paths)
+
+
+def two_of_one_rank(rank: int, one: Path, other: Path) -> str:
+    """What to do about two different dumps of a rank."""
+    if one.parent == other.parent:
+        return f"{other}: rank {rank} has another dump, {one.name}; keep those of one hang"
+    folders = f"{one.parent.name}/{one.name} and {other.parent.name}/{other.name}"
+    return (
+        f"{one.parent.parent}: {folders} are different dumps of rank {rank}; give one of the folders, or, if each is "
+        "of a node of one job, rename the files by the job's ranks"
+    )

@@ -30,7 +30,7 @@ from keepstep.core.regular_files import read_regular
 from keepstep.core.summary import DeviceCalls, GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
 from keepstep.traces._coalesced import merged, recorded, settled, without_overtaken
 from keepstep.traces._dumped_messages import ends, messages_of, numbered
-from keepstep.traces.dump_files import MOST_RANKS, ranks_of
+from keepstep.traces.dump_files import MOST_RANKS, ranks_of, two_of_one_rank
 from keepstep.traces.dump_sets import (
     DEFAULT_GROUP,
     Dump,
@@ -108,7 +108,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
         elif dumps[rank] == dump:
             missing.append(f"rank {rank}: {path.name} is the same as {files[rank].name}, not used")
         else:
-            raise TraceError(_two_of_one_rank(rank, files[rank], path))
+            raise TraceError(two_of_one_rank(rank, files[rank], path))
     if len(missing) > _MOST_LINES:
         missing[_MOST_LINES:] = [f"{len(missing) - _MOST_LINES} more files could not be used"]
     for find in (strangers, earlier_or_later, far_away):
@@ -188,17 +188,6 @@ def state_of(dump: Dump, rank: int) -> RankState:
 def torchs_name(group: GroupInfo) -> str:
     """The name that torch has given to a group of a dump; a dump's groups have their description in their names."""
     return group.name.removesuffix(f" ({group.desc})")
-
-
-def _two_of_one_rank(rank: int, one: Path, other: Path) -> str:
-    """What to do about two different dumps of a rank."""
-    if one.parent == other.parent:
-        return f"{other}: rank {rank} has another dump, {one.name}; keep those of one hang"
-    folders = f"{one.parent.name}/{one.name} and {other.parent.name}/{other.name}"
-    return (
-        f"{one.parent.parent}: {folders} are different dumps of rank {rank}; give one of the folders, or, if each is "
-        "of a node of one job, rename the files by the job's ranks"
-    )
 
 
 def _members(info: GroupInfo, dumps: Mapping[int, Dump], world: int) -> tuple[int, ...]:

@@ -55,7 +55,8 @@ def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
 ) -> None:
     run_dir, process = rank
     assert ask(run_dir / "another", process.pid, 0) == (None, 0)
-    found, cost_s = ask(run_dir, process.pid, 0)
+    answers = (ask(run_dir, process.pid, 0) for _ in range(20))  # it may be late on a busy machine
+    found, cost_s = next(one for one in answers if one[0] != "mute")
     assert isinstance(found, Dump)
     assert 0 < cost_s < 1
     (call,) = found.entries
