@@ -36,6 +36,7 @@ struct Context {
   std::deque<Base> bases{};  // the last is the newest
   std::size_t spans = 0;
   unsigned followed = 0;          // how many bases there were
+  unsigned tries = 0;             // for the first one, of which we were kept from looking in time
   Handle coming = nullptr;        // the event of the next one, on its way
   std::uint64_t not_before = 0;   // it had not come then
 };
@@ -186,7 +187,8 @@ class Events {
   bool came(Context& context, std::uint64_t after) {
     Base made{context.coming, context.not_before + (after - context.not_before) / 2, after - context.not_before, 0};
     if (context.bases.empty()) {
-      if (made.within_ns > kSoonNs) {  // nothing else says where it lies
+      if (made.within_ns > kSoonNs << context.tries) {  // nothing else says where it lies; content with less each time
+        ++context.tries;
         context.not_before = ring::monotonic_ns();
         return Driver::get()->record(made.event, context.stream) == 0;
       }

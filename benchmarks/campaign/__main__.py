@@ -7,8 +7,8 @@
     python -m benchmarks.campaign --backend stand-in-nccl --seeds 0-99 --jobs 2
 
 With `--backend gloo-as-nccl` the probe takes the job's Gloo groups for NCCL's (`as_nccl.py`), and the results are those
-of a case of that name: `hang-backward, gloo-as-nccl`. With `--backend stand-in-nccl` there is one case, on the CUDA
-build of torch and a stand-in for the GPU (`make cuda` first, or STAND_IN_VENV), and `--case` is left out.
+of a case of that name: `hang-backward, gloo-as-nccl`. `--backend stand-in-nccl` has cases of its own, on the CUDA build
+of torch and a stand-in for the GPU (`make cuda` first, or STAND_IN_VENV): `drawn`, and `pairs-with-ports` (needs root).
 
 Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
 was injected. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one are not run
@@ -33,7 +33,8 @@ from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.running import REPLAY, run_case, run_replay
 from benchmarks.campaign.seeds import NAME, convert, kept
 from benchmarks.campaign.stand_in import CASE as STAND_IN_CASE
-from benchmarks.campaign.stand_in import STAND_IN_NCCL
+from benchmarks.campaign.stand_in import PORTS_CASE, STAND_IN_NCCL
+from benchmarks.campaign.stand_in_ports import missing
 
 NAMES = (*CASES, REPLAY)
 AS_NCCL = "gloo-as-nccl"
@@ -42,7 +43,9 @@ ALL_CASES = {
     **CASES,
     **{one.name: one for one in (on_backend(case, AS_NCCL) for case in CASES.values())},
     STAND_IN_CASE.name: STAND_IN_CASE,
+    PORTS_CASE.name: PORTS_CASE,
 }
+OF_STAND_IN = {"drawn": STAND_IN_CASE.name, "pairs-with-ports": PORTS_CASE.name}
 FRESH = 100  # seeds from here on are not looked at while what they test is built
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,7 +107,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--case",
         action="append",
-        choices=(*NAMES, "all"),
+        choices=(*NAMES, *OF_STAND_IN, "all"),
         default=[],
         help="may be given several times",
     )
@@ -134,9 +137,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     if arguments.backend == STAND_IN_NCCL:
-        if arguments.case:
-            parser.error("--backend stand-in-nccl has one case of its own: leave --case out")
-        arguments.case = [STAND_IN_CASE.name]
+        arguments.case = arguments.case or ["drawn"]
+    known = OF_STAND_IN if arguments.backend == STAND_IN_NCCL else (*NAMES, "all")
+    if unknown := [name for name in arguments.case if name not in known]:
+        parser.error(f"{unknown[0]} is no case of {arguments.backend}: {', '.join(known)}")
+    if arguments.backend == STAND_IN_NCCL:
+        if "pairs-with-ports" in arguments.case and (lacking := missing()):
+            parser.error(f"pairs-with-ports cannot run here: {lacking}")
+        arguments.case = [OF_STAND_IN[name] for name in arguments.case]
     if not arguments.case and not arguments.convert:
         parser.error("which --case?")
     return arguments

@@ -7,7 +7,19 @@ from statistics import median
 from typing import Any
 
 from benchmarks.campaign.case import Case, Verdict, culprit_ranks, left_over, named_for_sure
-from benchmarks.campaign.stand_in_draw import HANGS, HEALTHY, HISTORY, NAME, PAIR, SLOW, Drawn, draw
+from benchmarks.campaign.stand_in_draw import (
+    CUT,
+    HANGS,
+    HEALTHY,
+    HISTORY,
+    NAME,
+    PAIR,
+    PORTS,
+    SLOW,
+    Drawn,
+    draw,
+    draw_with_ports,
+)
 from benchmarks.campaign.trial import Outcome, Plan, StandIn
 
 STAND_IN_NCCL = "stand-in-nccl"  # the backend's name
@@ -16,21 +28,40 @@ _KERNEL_US_A_RANK = 2500.0  # in real pace hosts that share two cores have to be
 # Who is slow from the start is told by heartbeats, about one a second, so that steps must not be over in no time: the
 # host makes two a second, and its device, in virtual time, one.
 _EARLY_KERNEL_US, _EARLY_PACE_S = 24_000.0, 0.5
-_GBPS = "0.01"  # so that a transfer takes a part of the step that a slow pair can make longer
+_PORTS_KERNEL_US = 5000.0  # in real pace, as counters are: four ranks
+_GBPS, _PORTS_GBPS = (
+    "0.01",
+    "0.0017",
+)  # so that a transfer takes a part of the step that a slow pair can make longer
 _WITHIN = 3  # iterations until a slow rank is named that has a healthy past
 _EARLY_WITHIN, _SIXTH = 5, 5  # those after the sixth step where it has none, and that step's number
+_SETTLES_S = {
+    False: 3.0,
+    True: 12.0,
+}  # for closer looks after the verdict; counters are looked at once a second
 _WITHIN_S = 50.0  # the whole time in which a hang is to be told
 _FELT = 1.08  # a job that is slower by less, by its devices' clock, need not be called slow
 _NETWORK = ("network", "path broken", "link down")  # what the network is called
 
 
 def plan(seed: int) -> Plan:
-    drawn = draw(seed)
+    return _plan(draw(seed), with_ports=False)
+
+
+def plan_with_ports(seed: int) -> Plan:
+    return _plan(draw_with_ports(seed), with_ports=True)
+
+
+def _plan(drawn: Drawn, *, with_ports: bool) -> Plan:
     ends_by_itself = drawn.kind in HEALTHY
     settings = {"STAND_IN_GBPS": _GBPS} if drawn.kind == PAIR else {}
-    early = drawn.kind == "slow early"
-    kernel_us = _VIRTUAL_KERNEL_US if drawn.is_virtual else _KERNEL_US_A_RANK * drawn.ranks
-    pace = ("--pace-s", str(_EARLY_PACE_S)) if early else ()
+    is_virtual = drawn.is_virtual and not with_ports
+    kernel_us = _VIRTUAL_KERNEL_US if is_virtual else _KERNEL_US_A_RANK * drawn.ranks
+    pace: tuple[str, ...] = ()
+    if drawn.kind == "slow early":
+        kernel_us, pace = _EARLY_KERNEL_US, ("--pace-s", str(_EARLY_PACE_S))
+    elif with_ports:
+        kernel_us, settings = _PORTS_KERNEL_US, {"STAND_IN_GBPS": _PORTS_GBPS}
     return Plan(
         script="benchmarks/stand_in/jobs/train.py",
         arguments=("--layout", drawn.layout, "--steps", str(drawn.steps), *pace),
@@ -46,15 +77,16 @@ def plan(seed: int) -> Plan:
         timeout_s=180,
         end_on="" if ends_by_itself else " or ".join(HANGS.get(drawn.kind, ("slow",))),
         end_when_named=True,
-        end_after_s=3,
+        end_after_s=_SETTLES_S[with_ports],
         end_after_truth_s=_WITHIN_S if drawn.kind in HANGS else 0.0,
         stand_in=StandIn(
             faults=drawn.faults,
-            clock="virtual" if drawn.is_virtual else "real",
-            kernel_us=_EARLY_KERNEL_US if early else kernel_us,
+            clock="virtual" if is_virtual else "real",
+            kernel_us=kernel_us,
             values=drawn.layout == "pipeline",
             settings=settings,
             nodes=drawn.nodes,
+            with_ports=with_ports,
         ),
     )
 
@@ -84,9 +116,9 @@ def judge(plan: Plan, outcome: Outcome) -> Verdict:
         measured["hangs_of_healthy"] = len(hangs)
         why += [f"told a {one['kind']}" for one in hangs]
     elif kind in HANGS:
-        _judge_hang(drawn, outcome, why, measured)
+        _judge_hang(drawn, outcome, why, measured, with_ports=plan.stand_in.with_ports)
     else:
-        _judge_slow(drawn, outcome, why, measured)
+        _judge_slow(drawn, outcome, why, measured, with_ports=plan.stand_in.with_ports)
     if kind in HEALTHY and (outcome.timed_out or outcome.exit_code):
         why.append("the job did not end" if outcome.timed_out else f"exit code {outcome.exit_code}")
     del outcome.notes["periods_ns"]  # it is judged
@@ -122,7 +154,18 @@ def _told(incident: Mapping[str, Any]) -> str:
     return f"{incident['kind']}, {', '.join(who)}, {first['cause']}, {first['confidence']}"
 
 
-def _judge_slow(drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[str, Any]) -> None:
+def _judge_pair(
+    culprits: Sequence[Mapping[str, Any]], with_ports: bool, why: list[str], measured: dict[str, Any]
+) -> None:
+    """Whether the pair itself is named, which it has to be where ports tell it."""
+    measured["pair_named"] = bool(culprits) and all(one["link"] is not None for one in culprits)
+    if with_ports and not measured["pair_named"]:
+        why.append("not told between which nodes")
+
+
+def _judge_slow(
+    drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[str, Any], *, with_ports: bool
+) -> None:
     measured["felt"] = felt = _felt(outcome.notes["periods_ns"], drawn.step)
     found = [one for one in outcome.incidents if one["kind"] == "slow"]
     right = [one for one in found if _is_right(one, drawn)]
@@ -135,7 +178,7 @@ def _judge_slow(drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[s
     measured["confidence"] = sorted({one["confidence"] for one in first["culprits"]})
     measured["onset_error"] = first["onset_step"] - drawn.step
     if drawn.kind == PAIR:
-        measured["pair_named"] = first["culprits"][0]["link"] is not None
+        _judge_pair(first["culprits"], with_ports, why, measured)
     if drawn.kind == "slow early":
         measured["late"] = late = first["detected_step"] - max(drawn.step, _SIXTH)
         if late > _EARLY_WITHIN:
@@ -166,7 +209,9 @@ def _felt(periods_ns: Sequence[Sequence[int]], onset: int) -> float | None:
     return round(median(grown), 3) if grown else None
 
 
-def _judge_hang(drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[str, Any]) -> None:
+def _judge_hang(
+    drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[str, Any], *, with_ports: bool
+) -> None:
     found = [one for one in outcome.incidents if one["kind"] in HANGS[drawn.kind]]
     if not found:
         why.append(f"no hang told; told: {[one['kind'] for one in outcome.incidents]}")
@@ -177,8 +222,8 @@ def _judge_hang(drawn: Drawn, outcome: Outcome, why: list[str], measured: dict[s
     measured["stage"] = [one["stage"] for one in culprits]
     if outcome.truths:
         measured["seconds_to_verdict"] = round(found[0]["detected_unix_s"] - outcome.truths[0]["unix_s"], 1)
-    if drawn.kind == "cut pair":
-        measured["pair_named"] = bool(culprits) and culprits[0]["link"] is not None
+    if drawn.kind == CUT:
+        _judge_pair(culprits, with_ports, why, measured)
         if not culprits or any(one["cause"] not in _NETWORK for one in culprits):
             why.append(f"not the network: {_told(last) if culprits else last['summary']}")
         return
@@ -201,4 +246,14 @@ CASE = Case(
     ("iterations", "late", "seconds_to_verdict", "felt"),
     share=0.97,
     zero=("wrong_for_sure", "hangs_of_healthy"),
+)
+PORTS_CASE = Case(
+    PORTS,
+    12,
+    "the pair of nodes named by the counters of their ports, wrong with confidence high 0 (stand-in for the GPU)",
+    plan_with_ports,
+    judge,
+    ("iterations", "seconds_to_verdict", "felt"),
+    share=0.97,
+    zero=("wrong_for_sure",),
 )

@@ -9,8 +9,9 @@ from benchmarks.campaign.case import drawn, kind_of
 from benchmarks.stand_in.faults import Fault, Phase
 
 NAME = "drawn, stand-in-nccl"
+PORTS = "pairs with ports, stand-in-nccl"  # of four nodes, whose ports of InfiniBand tell which pair it is
 SLOW = ("slow x1.3", "slow x2", "slow x4", "two slow", "slow early")
-PAIR = "slow pair"
+PAIR, CUT = "slow pair", "cut pair"
 # Faults that stop the job, and what their incidents may be called.
 HANGS = {
     "hang forward": ("hang",),
@@ -21,7 +22,7 @@ HANGS = {
     "skip": ("hang", "desync"),
     "order": ("hang", "desync"),
     "never ends": ("hang",),
-    "cut pair": ("hang",),
+    CUT: ("hang",),
 }
 HEALTHY = ("checkpoint", "evaluation", "first step")
 KINDS = (*SLOW, PAIR, *HANGS, *HEALTHY)
@@ -51,7 +52,7 @@ class Drawn:
     @property
     def culprits(self) -> list[int]:
         """The ranks to name; none where a pair is to blame, or nobody."""
-        blames_ranks = self.kind not in (PAIR, "cut pair", *HEALTHY)
+        blames_ranks = self.kind not in (PAIR, CUT, *HEALTHY)
         return sorted(fault.rank for fault in self.faults) if blames_ranks else []
 
     @property
@@ -74,10 +75,19 @@ def draw(seed: int) -> Drawn:
     many = kind in ("skip", "order", "two slow") or layout == "pipeline"
     ranks = chance.choice((4, 8) if many else (2, 4, 8))
     nodes = 1
-    if kind in (PAIR, "cut pair"):
+    if kind in (PAIR, CUT):
         nodes = chance.choice([one for one in (2, 4) if one <= ranks])
     steps, faults = _FAULTS[_sort(kind)](chance, kind, layout, ranks, nodes)
     return Drawn(kind, layout, ranks, nodes, steps, faults)
+
+
+def draw_with_ports(seed: int) -> Drawn:
+    """The seed's own job of four ranks on four nodes with ports."""
+    chance = drawn(PORTS, seed)
+    kind = kind_of(PORTS, seed, (PAIR, CUT))
+    layout = kind_of(f"{PORTS}:layout", seed, LAYOUTS)
+    steps, faults = _pair(chance, kind, layout, 4, 4)
+    return Drawn(kind, layout, 4, 4, steps, faults)
 
 
 def _sort(kind: str) -> str:
@@ -106,7 +116,7 @@ def _pair(
         if one // on_node != other // on_node and (layout != "pipeline" or _are_partners(one, other))
     ]
     rank, peer = chance.choice(pairs)
-    if kind == "cut pair":
+    if kind == CUT:
         return _FOR_GOOD, (Fault("cut", rank=rank, peer=peer, step=chance.randint(*_LATE[ranks])),)
     onset = chance.randint(HISTORY, HISTORY + 8)
     percent = chance.choice(_PERCENT)
@@ -159,6 +169,6 @@ def _healthy(
 
 
 _FAULTS = {
-    "slow": _slow, PAIR: _pair, "cut pair": _pair, "hang": _hang, "skip": _called, "order": _called,
+    "slow": _slow, PAIR: _pair, CUT: _pair, "hang": _hang, "skip": _called, "order": _called,
     "never ends": _never_ends, **dict.fromkeys(HEALTHY, _healthy),
 }  # fmt: skip

@@ -33,6 +33,9 @@ class StandIn:
     values: bool
     settings: Mapping[str, str]
     nodes: int  # on this machine, each with its own name and agent
+    with_ports: bool = (
+        False  # nodes have ports of InfiniBand, which count what the only fault does to its pair
+    )
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,14 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
 
 
 def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
+    from benchmarks.campaign.stand_in_ports import Ports
     from benchmarks.stand_in.launch import PYTHON, environment, read_log
+
+    ranks = plan.nproc * device.nodes
+    ports: Ports | None = None
+    if device.with_ports:
+        ends = device.faults[0].rank, device.faults[0].peer
+        ports = Ports(folder, device.nodes, ranks, ends)
 
     def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
         made = environment(
@@ -228,11 +238,11 @@ def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
         for number in range(device.nodes):
             words = [str(PYTHON), *(str(number) if word == _NODE_RANK else word for word in command[1:])]
             name = {"KEEPSTEP_NODE_NAME": f"node-{number}"} if device.nodes > 1 else {}
+            words = words if ports is None else ports.command(number, words)
             started.append(_start(words, {**env, **made, **name}, log))
         return started
 
-    outcome = _run(plan, folder, start)
-    ranks = plan.nproc * device.nodes
+    outcome = _run(plan, folder, start, ports=ports)
     marks = [read_log(folder / "devices" / f"rank-{rank}").periods_ns() for rank in range(ranks)]
     outcome.notes["periods_ns"] = marks
     return outcome
@@ -269,7 +279,11 @@ def _command(plan: Plan, folder: Path) -> list[str]:
 
 
 def _run(
-    plan: Plan, folder: Path, start: Callable[..., list[subprocess.Popen[bytes]]], disturbance: Any = None
+    plan: Plan,
+    folder: Path,
+    start: Callable[..., list[subprocess.Popen[bytes]]],
+    disturbance: Any = None,
+    ports: Any = None,
 ) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "KEEPSTEP_FAULT_LOG": str(folder / "faults.jsonl"), "PYTHONUNBUFFERED": "1"}
@@ -278,7 +292,7 @@ def _run(
     with open(folder / "console.txt", "wb") as log:
         launchers = start(_command(plan, folder), env, log)
         live = Live(folder, launchers)
-        timed_out = _watch(plan, live, began + plan.timeout_s, disturbance)
+        timed_out = _watch(plan, live, began + plan.timeout_s, disturbance, ports)
     wall_s = time.monotonic() - began
     left_over = _end_left_overs(live.run)
     codes = [launcher.returncode for launcher in launchers]
@@ -298,7 +312,7 @@ def _run(
     )
 
 
-def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
+def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any, ports: Any) -> bool:
     """Disturb the run as planned and wait for its end; True when it had to be ended."""
     interrupt_at = math.inf
     told = true = False  # two events: the incident that is waited for, and the truth
@@ -314,6 +328,8 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any) -> bool:
         if plan.stop and "stopped" not in live.notes:
             live.stop(*plan.stop)
         live.look_at_lives()
+        if ports is not None:
+            ports.advance(now)
         if plan.end_on and not told and live.incidents(plan.end_on, plan.end_when_named):
             told, interrupt_at = True, min(interrupt_at, now + plan.end_after_s)
         if plan.end_after_truth_s and not true and truths_in(live.folder):

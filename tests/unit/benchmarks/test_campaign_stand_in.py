@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.campaign.__main__ import parse_arguments
-from benchmarks.campaign.stand_in import CASE
-from benchmarks.campaign.stand_in_draw import HANGS, HEALTHY, KINDS, PAIR, draw
+from benchmarks.campaign.stand_in import CASE, PORTS_CASE
+from benchmarks.campaign.stand_in_draw import CUT, HANGS, HEALTHY, KINDS, PAIR, Drawn, draw, draw_with_ports
+from benchmarks.campaign.stand_in_ports import Ports, missing
 from benchmarks.campaign.trial import Outcome, Plan
+from benchmarks.stand_in.device import CONTROL_BYTES, Control
 
 SEEDS = range(200)
 
@@ -103,10 +107,67 @@ def test_in_healthy_jobs_nobody_is_named_and_no_hang_told(kind: str) -> None:
     assert why(plan, incident("slow", culprit(1, confidence="low")))
 
 
-def test_the_backend_has_its_own_case() -> None:
+def test_where_ports_tell_the_pair_it_has_to_be_named() -> None:
+    for seed in range(2):
+        plan = replace(CASE.plan(0), **vars_of(draw_with_ports(seed)))
+        fault, on_node = draw_with_ports(seed).faults[0], plan.truth["ranks"] // 4
+        link = {"ranks": [fault.rank, fault.peer], "nodes": []}
+        kind = "hang" if plan.truth["kind"] == CUT else "slow"
+        step = plan.truth["step"]
+        felt = (100,) * step + (150,) * 20
+        right = incident(kind, culprit(None, cause="network", link=link), step=step)
+        assert not why(plan, right, periods_ns=felt)
+        assert why(plan, incident(kind, culprit(None, cause="network"), step=step), periods_ns=felt)
+        link = {"ranks": [fault.rank, (fault.peer + on_node) % plan.truth["ranks"]], "nodes": []}
+        assert why(
+            plan, incident(kind, culprit(None, cause="network", link=link), step=step), periods_ns=felt
+        )
+
+
+def vars_of(drawn: Drawn) -> dict[str, Any]:
+    """What a plan with ports has of this seed, also for those who are not root."""
+    plan = CASE.plan(0)
+    assert plan.stand_in is not None
+    device = replace(plan.stand_in, faults=drawn.faults, nodes=4, with_ports=True)
+    truth = {
+        "kind": drawn.kind,
+        "layout": drawn.layout,
+        "ranks": drawn.ranks,
+        "culprits": [],
+        "step": drawn.step,
+    }
+    return {"stand_in": device, "truth": truth}
+
+
+def test_counters_grow_and_those_of_the_pair_count_losses_while_the_fault_is_on(tmp_path: Path) -> None:
+    (tmp_path / "control").write_bytes(bytes(CONTROL_BYTES))
+    ports = Ports(tmp_path, nodes=2, ranks=4, pair=(1, 3))
+    control = Control(tmp_path / "control")
+
+    def losses() -> list[int]:
+        places = [tmp_path / "sysfs" / f"node-{number}" / "mlx5_0/ports/1" for number in range(2)]
+        return [int((place / "hw_counters/packet_seq_err").read_text()) for place in places]
+
+    ports.advance(10.0)
+    ports.advance(11.0)
+    assert losses() == [0, 0]
+    control.cut(1, 3)
+    ports.advance(12.0)
+    assert min(losses()) > 100
+    control.cut(1, 3, on=False)
+    before = losses()
+    ports.advance(13.0)
+    assert losses() == before
+
+
+def test_the_backend_has_its_own_cases() -> None:
     assert parse_arguments(["--backend", "stand-in-nccl", "--seeds", "3-9", "--jobs", "2"]).case == [
         CASE.name
     ]
-    with pytest.raises(SystemExit):
-        parse_arguments(["--backend", "stand-in-nccl", "--case", "slow-2x"])
+    if not missing():
+        words = ["--backend", "stand-in-nccl", "--case", "pairs-with-ports"]
+        assert parse_arguments(words).case == [PORTS_CASE.name]
+    for words in (["--backend", "stand-in-nccl", "--case", "slow-2x"], ["--case", "pairs-with-ports"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(words)
     assert len(KINDS) == 18
