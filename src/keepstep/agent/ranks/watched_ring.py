@@ -12,7 +12,7 @@ from keepstep.agent.sensors.unseen_nccl import NcclRecords
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import RingHeader
 
-_STEADY_STEPS = 10  # steps after which a rank calls as often as it always will
+_STEADY_STEPS = 4  # steps after which a rank calls as often as it always will
 
 
 @dataclass(slots=True)

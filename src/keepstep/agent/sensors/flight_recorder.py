@@ -30,7 +30,7 @@ Answer = Dump | Literal["mute"] | None
 
 # Two events with times a call take 4 us of the device: below so many calls a second that is 0.1 % of its time.
 _MOST_TIMED = 250.0
-_PACE_S = 5.0  # for so long the calls of a rank are counted
+_PACE_S = 2.0  # for so long the calls of a rank are counted
 _AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
