@@ -122,7 +122,7 @@ def test_a_network_that_carries_nothing_for_many_ranks_is_named_without_its_link
     ranks = range(4)
     nodes = {rank: f"n{rank // 2}" for rank in ranks}
     groups = {"0": GroupInfo("0", tuple(ranks), "cuda:nccl")}
-    probes = [PathProbe("n0", "n1", 0.001), PathProbe("n1", "n0", 0.001)]
+    probes = [PathProbe("n0", "n1", "echo", 0.001), PathProbe("n1", "n0", "echo", 0.001)]
     (culprit,) = locate_hang(Evidence(groups, nodes, states=states, probes=probes)).culprits
     assert culprit.link is not None
     assert (culprit.link.nodes, culprit.confidence) == (("n0", "n1"), "low")
