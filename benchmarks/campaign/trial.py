@@ -217,7 +217,7 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
 
 def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
     from benchmarks.campaign.stand_in_ports import Ports
-    from benchmarks.stand_in.launch import PYTHON, environment, read_log
+    from benchmarks.stand_in.launch import PYTHON, VENV, environment, read_log
 
     ranks = plan.nproc * device.nodes
     ports: Ports | None = None
@@ -245,6 +245,7 @@ def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
     outcome = _run(plan, folder, start, ports=ports)
     marks = [read_log(folder / "devices" / f"rank-{rank}").periods_ns() for rank in range(ranks)]
     outcome.notes["periods_ns"] = marks
+    outcome.console = outcome.console.replace(f"{VENV}/", "")
     return outcome
 
 
