@@ -12,12 +12,12 @@
 namespace keepstep::nccl {
 namespace {
 
-// A base is used for so long: elapsed times are floats, of a quarter of a microsecond by then, and clocks drift apart.
-constexpr std::uint64_t kBaseNs = 4'000'000'000;
+constexpr std::uint64_t kBaseNs = 1'000'000'000;  // a base is used for so long: elapsed times are floats, and clocks drift
 // A base that is known no better than this is followed sooner, for the first few.
 constexpr std::uint64_t kCloseNs = 200'000, kSoonNs = 50'000'000;
 constexpr unsigned kFirstBases = 20;
 constexpr std::uint64_t kAtOnceNs = 200'000;      // an idle GPU comes to an event within this time
+constexpr std::uint64_t kAwaitedNs = 1'000'000'000;  // for so long a base that is on its way is looked at often
 constexpr std::size_t kSpans = 256;               // that are made at once for a context,
 constexpr std::size_t kMostSpans = 4096;          // and at most: so much is under way where the host is far ahead
 
@@ -38,6 +38,7 @@ struct Context {
   unsigned followed = 0;          // how many bases there were
   unsigned tries = 0;             // for the first one, of which we were kept from looking in time
   Handle coming = nullptr;        // the event of the next one, on its way
+  std::uint64_t asked = 0;        // since when
   std::uint64_t not_before = 0;   // it had not come then
 };
 
@@ -65,7 +66,7 @@ inline std::uint64_t at(const Base& base, float ms) noexcept {
   return static_cast<std::uint64_t>(static_cast<std::int64_t>(base.ns) + static_cast<std::int64_t>(static_cast<double>(ms) * 1e6));
 }
 
-// All but `make` and `renew`, which call CUDA, are to be called with the lock held.
+// All but `make`, `renew` and `is_coming`, which are the thread's, are to be called with the lock held.
 class Events {
  public:
   explicit Events(std::mutex& lock) : lock_(lock) {}
@@ -146,9 +147,11 @@ class Events {
     return false;
   }
 
-  // By the thread alone: whether a base is on its way, so that it is worth looking often.
+  // By the thread alone: whether a base has been on its way for a moment, so that it is worth looking often.
   bool is_coming() const noexcept {
-    return std::any_of(contexts_.begin(), contexts_.end(), [](const Context& one) { return one.coming != nullptr; });
+    const std::uint64_t now = ring::monotonic_ns();
+    return std::any_of(contexts_.begin(), contexts_.end(),
+                       [now](const Context& one) { return one.coming != nullptr && now - one.asked < kAwaitedNs; });
   }
 
  private:
@@ -166,11 +169,12 @@ class Events {
     const Driver& cuda = *Driver::get();
     if (cuda.set_context(context.handle) != 0) return false;
     const std::uint64_t began = ring::monotonic_ns();
-    if (context.coming == nullptr) {
+    const bool fresh = context.coming == nullptr;
+    if (fresh) {
       Handle event = take_base(context);
       if (event == nullptr || cuda.record(event, context.stream) != 0) return false;
       context.coming = event;
-      context.not_before = began;
+      context.asked = context.not_before = began;
     }
     while (true) {
       const std::uint64_t before = ring::monotonic_ns();
@@ -179,7 +183,7 @@ class Events {
       if (state == 0) return came(context, after);
       if (state != Driver::kNotReady) return false;
       context.not_before = before;
-      if (after - began > kAtOnceNs) return true;
+      if (!fresh || after - began > kAtOnceNs) return true;
     }
   }
 
