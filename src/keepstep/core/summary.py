@@ -235,6 +235,7 @@ class RankState:
     left_loop: str = ""  # the loop "file:first-last" of its last operations, if it is out of it, by its stack
     device: DeviceCalls | None = None  # None: it has no groups of a device, or its torch cannot tell
     launched: tuple[Launched, ...] = ()  # by NCCL's RAS, where it was asked, and has answered
+    communicators_settled: bool = False  # whether NCCL is known to make and end no communicator in it now
 
 
 @dataclass(frozen=True, slots=True)

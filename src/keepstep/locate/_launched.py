@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.core.events import Op
+from keepstep.core.events import MESSAGES, Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.launched import Launched, differing
@@ -82,9 +82,14 @@ def worded(found: Diagnosis) -> Diagnosis:
 
 
 def wants_launched(evidence: Evidence) -> bool:
-    """Whether there are groups of a device of which torch's flight recorder does not tell for all living members."""
+    """Whether there are groups of a device of which torch's flight recorder tells nothing.
+
+    RAS tells less than the recorder does: neither what has ended or begun, nor messages. And it is not to be asked
+    while a rank makes a communicator: some releases of NCCL crash then.
+    """
     device = device_groups(evidence.states, evidence.groups)
-    return bool(device.names) and (not device.told or bool(device.mute))
+    settled = all(one.communicators_settled for one in evidence.states if one.alive)
+    return bool(device.names) and not device.told and settled
 
 
 def locate_by_launched(evidence: Evidence) -> Diagnosis | None:
@@ -127,9 +132,11 @@ def _with_launched(
     calls: Mapping[str, tuple[int, Mapping[int, Op]]],
     counts: Mapping[str, Mapping[int, object]],
 ) -> RankState:
-    """The state of a rank with what it waits in by the counts, instead of what is else known of groups of a device."""
-    in_flight = [one for one in state.in_flight if one.group not in names]
-    streams: list[StreamProgress] = [one for one in state.streams if one.group not in names]
+    """The state of a rank with the collectives it waits in by the counts; messages are as the ranks count them."""
+    in_flight = [one for one in state.in_flight if one.group not in names or one.op in MESSAGES]
+    streams: list[StreamProgress] = [
+        one for one in state.streams if one.group not in names or one.op in MESSAGES
+    ]
     for name, (seq, entered) in calls.items():
         if state.rank not in counts[name]:
             continue

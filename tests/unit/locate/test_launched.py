@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.core.events import Phase
+from keepstep.core.events import Op, Phase
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.launched import Launched, differing
@@ -23,7 +23,7 @@ GROUP = GroupInfo("0", (0, 1, 2), "cuda:nccl", "default_pg")
 def state(rank: int, launched: Mapping[str, Mapping[str, int]], size: int, **more: object) -> RankState:
     told = tuple(Launched(name, size, dict(counts)) for name, counts in launched.items())
     plain = RankState(rank, True, 30, Phase.BACKWARD, 90.0, 5, 90.0, 95.0, process_state="S", launched=told)
-    return replace(plain, **more)  # type: ignore[arg-type]
+    return replace(plain, communicators_settled=True, **more)  # type: ignore[arg-type]
 
 
 def evidence(states: list[RankState]) -> Evidence:
@@ -78,14 +78,16 @@ def test_a_circle_of_communicators_is_followed_to_its_root() -> None:
     assert set(found.victims) == {1, 2}
 
 
-def test_counts_are_only_wanted_where_the_recorder_does_not_tell_of_all() -> None:
+def test_counts_are_only_wanted_where_the_recorder_tells_nothing() -> None:
     calls = DeviceCalls((), (StreamProgress("0", 1, -1, 5, 4),))
     counts = {"0xa": {"AllReduce": 5}}
     told = [state(rank, counts, 2, device=calls) for rank in range(2)]
     assert not wants_launched(evidence(told))
     held = replace(told[1], device=DeviceCalls(answered=False))
-    assert wants_launched(evidence([told[0], held]))
-    assert wants_launched(evidence([replace(one, device=None) for one in told]))
+    assert not wants_launched(evidence([told[0], held]))
+    untold = [replace(one, device=None) for one in told]
+    assert wants_launched(evidence(untold))
+    assert not wants_launched(evidence([untold[0], replace(untold[1], communicators_settled=False)]))
     on_host = Evidence({"0": GroupInfo("0", (0, 1), "cpu:gloo")}, {0: "n", 1: "n"}, states=told)
     assert not wants_launched(on_host)
     assert locate_by_launched(on_host) is None
@@ -97,3 +99,20 @@ def test_kinds_that_are_not_told_of_all_do_not_count() -> None:
         1: {"AllReduce": 4},
     }
     assert differing({0: {"AllReduce": 3}, 1: {}}) == {0: {"AllReduce": 3}}
+
+
+def test_who_waits_for_a_message_is_not_behind() -> None:
+    """Rank 0's host hangs; rank 2 waits for its message, so it has not launched what its peer, rank 3, has."""
+    groups = {
+        "pp": GroupInfo("pp", (0, 2), "cuda:nccl"),
+        "dp0": GroupInfo("dp0", (0, 1), "cuda:nccl"),
+        "dp1": GroupInfo("dp1", (2, 3), "cuda:nccl"),
+    }
+    counts = {0: ("0xa", 8), 1: ("0xa", 9), 2: ("0xb", 8), 3: ("0xb", 9)}
+    states = [state(rank, {name: {"AllReduce": count}}, 2) for rank, (name, count) in counts.items()]
+    states[0] = replace(states[0], streams=(StreamProgress("pp", int(Op.SEND), 2, 4, 4),))
+    states[2] = replace(states[2], streams=(StreamProgress("pp", int(Op.RECV), 0, 5, 5),))
+    nodes = dict.fromkeys(range(4), "n")
+    found = locate_by_launched(Evidence(groups, nodes, states=states))
+    assert found is not None
+    assert [one.rank for one in found.culprits] == [0]

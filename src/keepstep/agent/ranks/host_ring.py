@@ -48,8 +48,10 @@ class HostRing(RingReader):
     def in_flight(self) -> Any:
         return _judged(super().in_flight())
 
-    def changes_communicators(self) -> bool:
-        """Whether NCCL is making or ending a communicator now, by the shim."""
+    def may_change_communicators(self) -> bool:
+        """Whether NCCL is making or ending a communicator now, by the shim, or the shim has seen none made."""
+        if not any(group.is_communicator for group in self.groups()):
+            return True
         kinds: Any = super().in_flight()[["kind", "op"]]
         return bool(((kinds["kind"] == _COMMUNICATOR) & (kinds["op"] != _GROUP)).any())
 
@@ -63,10 +65,12 @@ class HostRing(RingReader):
 
         The probe and the shim each count what they see: the probe misses what C++ calls, the shim what is not NCCL's.
         """
+        streams: Any = super().streams()  # before the groups: each of its groups is there then
         shims = [group.is_communicator for group in self.groups()]
         made = [0, 0]
-        for group, started in super().streams()[["group", "started"]].tolist():
-            made[shims[group]] += started
+        for group, started in streams[["group", "started"]].tolist():
+            if 0 <= group < len(shims):
+                made[shims[group]] += started
         return max(made)
 
 

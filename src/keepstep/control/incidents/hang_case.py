@@ -20,6 +20,7 @@ _AGAIN_S = 2.0  # between questions while the hang is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts without an acknowledgement for so long: stalled
 _LOOKS_S = (0.05, 0.25, 0.25, 0.25, 0.25, 0.5, 0.5)  # between the first questions where all ranks wait
 _SHARPEN_S = (3.0, 10.0, 30.0)  # when to ask again after the verdict
+_MOST_ASKED = 64  # nodes whose NCCL is asked by RAS: each agent asks about the whole job
 _TRIES = 3  # questions after which a hang that a rank has reported counts as confirmed
 _LOOKS_AT_SILENT = 8  # questions before ranks are blamed that no agent has told anything about
 _FRESH_S = 10.0  # for so long a look at all ranks tells who holds the job up
@@ -308,7 +309,8 @@ class HangCase(Case):
                 probes=self._probes,
                 addresses=cluster.addresses(),
             )
-            self._wants_launched = desk.locators.wants_launched(evidence)
+            few = len(cluster.nodes) <= _MOST_ASKED
+            self._wants_launched = few and desk.locators.wants_launched(evidence)
             if (by_counts := desk.locators.launched(evidence)) is not None:
                 return by_counts
             diagnosis = desk.locators.hang(evidence)
