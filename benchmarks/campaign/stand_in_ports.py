@@ -60,9 +60,9 @@ class Ports:
         self._losses += _LOSSES_A_SECOND * (now_s - last_s) * self._is_bad()
         for number, tree in enumerate(self._trees):
             for name in _DATA:
-                (tree / _PORT / name).write_text(f"{self._words:.0f}\n")
+                _put(tree / _PORT / name, f"{self._words:.0f}\n")
             for name in _LOSSES if number in self._ends else ():
-                (tree / _PORT / name).write_text(f"{self._losses:.0f}\n")
+                _put(tree / _PORT / name, f"{self._losses:.0f}\n")
 
     def _is_bad(self) -> bool:
         """Whether the devices have come to the fault, by the file that they share."""
@@ -71,3 +71,10 @@ class Ports:
         memory = self._control.read_bytes() if self._control.exists() else b""
         places = [table + 4 * (rank * MOST_RANKS + peer) for table in tables]
         return any(struct.unpack_from("i", memory, place)[0] for place in places if place + 4 <= len(memory))
+
+
+def _put(path: Path, text: str) -> None:
+    """Write the file at once: an agent may be reading it."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text)
+    draft.replace(path)

@@ -173,7 +173,7 @@ class NodeAgent:
         for rank, (counts, dump) in self._recorder.look(now_ns * 1e-9, asking).items():
             ring = self._tracks[rank]
             if ring.reader is not None and ring.counts == counts:
-                know_device(ring.track, ring.track.progress, dump, ring.reader.streams())
+                know_device(ring.track, ring.track.progress, dump, ring.reader.streams(), now_ns)
 
     def _processes(self) -> dict[int, ProcessId]:
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
@@ -269,9 +269,11 @@ class NodeAgent:
             if request.stacks and ring.process is not None and not ring.ended and not ring.track.waiting
         }
         stacks = dict(zip(asked, await asyncio.gather(*map(python_stack, asked.values())), strict=True))
-        if request.launched:
-            await self._ras.launched(time.monotonic(), launching(self._rings))
-        dumps = await self._recorder.answers(time.monotonic(), having_devices(self._rings))
+        now_s = time.monotonic()
+        _, dumps = await asyncio.gather(
+            self._ras.launched(now_s, launching(self._rings) if request.launched else {}),
+            self._recorder.answers(now_s, having_devices(self._rings)),
+        )
         now_ns = time.monotonic_ns()
         self.poll(now_ns)
         dumps = self._recorder.with_last(now_ns * 1e-9, dumps, having_devices(self._rings))
@@ -486,6 +488,7 @@ class NodeAgent:
                 calls=calls,
                 dump=dump,
                 launched=self._ras.of(ring.rank, ring.counts),
+                communicators_settled=not reader.may_change_communicators(),
             )
             if ring.track.progress or ring.process is None:
                 return found

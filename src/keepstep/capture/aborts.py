@@ -1,8 +1,9 @@
-"""Notes that a group of NCCL's was aborted while calls were open, after which torch's flight recorder is not read.
+"""Notes that a group of NCCL's was aborted, after which torch's flight recorder is not read.
 
 The recorder keeps pointers to the CUDA events of calls that are not known to have ended, and looks at these events
 whenever it is read. The backend that an abort leaves behind takes its events with it, open calls or not. Whoever goes
-on in the same process with a new group (torchft does) would be ended by our reading.
+on in the same process with a new group (torchft does) would be ended by our reading. Whether calls were open cannot be
+told from torch's counts, as one count is of collectives and messages alike.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from keepstep.capture.internals import NATIVE_C10D, backends_of, hidden, may_have_open_calls
+from keepstep.capture.internals import NATIVE_C10D, backends_of, hidden
 from keepstep.capture.patches import Patches
 
 _BACKEND = "nccl"  # the only one whose calls the recorder keeps with their events
 
 
 class Aborts:
-    """``left_open``: whether a group of NCCL's was aborted in this process while calls were open."""
+    """``happened``: whether a group of NCCL's was aborted in this process."""
 
     def __init__(self) -> None:
-        self.left_open = False
+        self.happened = False
 
     def install(self, patches: Patches) -> None:
         """Take note of aborts of process groups and of their backends."""
@@ -41,7 +42,6 @@ class Aborts:
         try:
             is_group = isinstance(group, ProcessGroup)
             names = backends_of(group).values() if is_group else (str(group.name()).lower(),)
-            if _BACKEND in names and not self.left_open:
-                self.left_open = may_have_open_calls()
+            self.happened = self.happened or _BACKEND in names
         except Exception:  # whatever it is: the abort must go on
-            self.left_open = True
+            self.happened = True

@@ -41,7 +41,7 @@ def _answer(listener: socket.socket, process: int, aborts: Aborts) -> None:
                     connection.settimeout(_PATIENCE_S)
                     if connection.recv(1) == TIME_CALLS:
                         time_calls()
-                    elif not aborts.left_open:
+                    elif not aborts.happened:
                         begun_s = time.thread_time()
                         calls = recorded_calls()
                         _hand_over(connection, calls, time.thread_time() - begun_s)

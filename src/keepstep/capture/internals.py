@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -127,19 +126,6 @@ def recorded_calls() -> bytes:
             if b'"collective_seq_id"' in found:
                 return found
     return b""
-
-
-def may_have_open_calls() -> bool:
-    """Whether some group of NCCL's in this process may have calls that have not ended. Looks at none of their events.
-
-    Counts are a tenth of a second old at most, so a group may seem to have open calls a moment longer.
-    """
-    dump = vars(NATIVE_C10D).get("_dump_nccl_trace_json")
-    if dump is None:
-        return False
-    content: dict[str, Any] = json.loads(dump(includeCollectives=False, onlyActive=False))
-    status: dict[str, Any] = content.get("pg_status") or {}
-    return any(one["last_enqueued_collective"] != one["last_completed_collective"] for one in status.values())
 
 
 def record_calls(group: Any) -> Any:

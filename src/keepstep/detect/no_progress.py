@@ -147,8 +147,10 @@ class HangDetector:
             self.overdue_s, self.unsure = 0.0, False
             return None
         self._phase, self._waited = phase, waiting or unseen
-        stuck_s = min(now_s - self._seen_s, device_still_s)
+        stuck_s = now_s - self._seen_s
         stopped = min(stopped_s, stuck_s) > _FLOOR_S
+        if not stopped:
+            stuck_s = min(stuck_s, device_still_s)
         waited_s = min(now_s - self._since_s, device_still_s)
         is_long = waited_s > self._usual_s(phase)
         self.overdue_s = waited_s if waiting and is_long else 0.0

@@ -241,6 +241,8 @@ def diagnose_still_devices(known: HangEvidence) -> Diagnosis | None:
     if not 0 < len(still) <= min(FEW, len(begun) // 2):
         return None
     awaited = [p for p in known.pending if not set(still).isdisjoint(p.members)]
+    if not awaited:
+        return None
     p = next((p for p in awaited if not set(still).issuperset(p.waiting)), awaited[0])
     detail = f"its device has not begun {p}, those of the others have"
     culprits = tuple(_rank(known, rank, "medium", "its GPU stands still", detail) for rank in still)

@@ -157,19 +157,19 @@ def parse_newest(data: bytes, rank: int) -> Dump:
     """
     content = read_json(data)
     try:
-        newest, is_timed = _newest(content["entries"])
-        return _parse({**content, "entries": newest}, rank, is_timed=is_timed)
+        newest, timed = _newest(content["entries"])
+        return _parse({**content, "entries": newest}, rank, timed)
     except (AttributeError, LookupError, TypeError) as error:
         raise TraceError(f"is no flight-recorder dump: {type(error).__name__}: {str(error)[:80]}") from error
 
 
-def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
-    """The newest calls, and whether torch had looked at the begin of one that is left out."""
+def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], set[str]]:
+    """The newest calls, and the groups of which torch had looked at the begin of a call that is left out."""
     first_open = next((at for at, one in enumerate(entries) if not _is_done(one)), len(entries))
     begin = max(min(first_open, len(entries) - _NEWEST), 0)
     last = {(str(one["process_group"]), one.get("is_p2p") is True): at for at, one in enumerate(entries)}
     kept = [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
-    return kept, any(map(_has_begun, entries[:begin]))
+    return kept, {_name(one["process_group"][0]) for one in entries[:begin] if _has_begun(one)}
 
 
 def _is_done(entry: Mapping[str, Any]) -> bool:
@@ -299,12 +299,17 @@ def _usual(entry: DumpedCall, dump: Dump) -> int:
     return usual(np.array(alike, np.uint64), calls.index(entry))
 
 
-def _looked_at(entries: Sequence[DumpedCall], *, is_timed: bool) -> list[DumpedCall]:
-    """The calls, with an unknown begin where torch did not look: it does so from some call on."""
+def _looked_at(entries: Sequence[DumpedCall], timed: Collection[str]) -> list[DumpedCall]:
+    """The calls, with an unknown begin where torch did not look: it does so from some call of a group on.
+
+    ``timed``: groups of which it had done so before these calls.
+    """
     found: list[DumpedCall] = []
+    known = set(timed)
     for one in entries:
-        is_timed = is_timed or one.begun is True
-        found.append(one if is_timed else replace(one, begun=None))
+        if one.begun:
+            known.add(one.group)
+        found.append(one if one.group in known else replace(one, begun=None))
     return found
 
 
@@ -319,8 +324,8 @@ def _load(path: Path) -> Any:
     return read_json(data) if data[:1] in (b"{", b"[") else read_pickle(data)
 
 
-def _parse(content: Any, rank: int, *, is_timed: bool = False) -> Dump:
-    """What a dump says. ``is_timed``: torch had looked at the begin of an older call, which it leaves out."""
+def _parse(content: Any, rank: int, timed: Collection[str] = ()) -> Dump:
+    """What a dump says. ``timed``: groups of which torch had looked at the begin of older calls, which are left out."""
     if not isinstance(content, dict) or "entries" not in content:
         raise TraceError("is no flight-recorder dump: it has no entries")
     dump = cast("dict[str, Any]", content)
@@ -354,7 +359,7 @@ def _parse(content: Any, rank: int, *, is_timed: bool = False) -> Dump:
         # What torch's watchdog has not put away has the time of this dump.
         moves = (_whole(e.get(_ENDED_NS) or 0) for e in raw if e.get("retired"))
         moved_ns = max(moves, default=0)
-        entries = _looked_at(entries, is_timed=is_timed)
+        entries = _looked_at(entries, timed)
     except (AttributeError, LookupError, TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise TraceError(f"is damaged: {type(error).__name__}: {str(error)[:80]}") from error
     told = {entry.group for entry in entries if entry.peer < 0}

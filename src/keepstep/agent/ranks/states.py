@@ -113,12 +113,14 @@ def rank_state(
     incarnation: int = -1,
     dump: Dump | Literal["mute"] | None = None,
     launched: tuple[Launched, ...] = (),
+    communicators_settled: bool = False,
 ) -> RankState:
     """The state of one rank.
 
     ``process_state``: as in ``/proc/PID/stat``, empty if the process is gone. ``sites``: lines of code, by site number.
     ``calls``: its last collectives. ``dump``: what torch's flight recorder holds in its process; "mute": that did not
     answer. ``launched``: what NCCL's RAS tells.
+    ``communicators_settled``: whether NCCL makes and ends no communicator in it.
     """
     phase, since_ns = track.phase()
     if track.failed is not None:
@@ -148,13 +150,14 @@ def rank_state(
         incarnation=incarnation,
         device=DeviceCalls(answered=False) if dump == "mute" else _device(track, progress, dump),
         launched=launched,
+        communicators_settled=communicators_settled,
     )
 
 
-def know_device(track: RankTrack, progress: int, dump: Dump, streams: Rows) -> None:
+def know_device(track: RankTrack, progress: int, dump: Dump, streams: Rows, now_ns: int) -> None:
     """Tell a track what the flight recorder of its process held when it had made this progress."""
     still_s = max(time.time() - dump.moved_ns * 1e-9, 0.0) if dump.moved_ns else math.inf
-    track.know_device(progress, _device(track, _progress(track, streams, _NO_CALLS), dump), still_s)
+    track.know_device(progress, _device(track, _progress(track, streams, _NO_CALLS), dump), now_ns, still_s)
 
 
 def _progress(track: RankTrack, streams: Rows, calls: LastCalls) -> tuple[StreamProgress, ...]:

@@ -27,6 +27,7 @@ _CUTS_COMPARED = 2  # latest iterations whose operations are usual
 USUAL = ["kind", "op", "group", "site"]  # fields by which operations of different iterations are the same
 _CUT_ROWS = 32_768  # most records kept with iterations, about 2 MiB
 _SEARCH_NS = 300_000_000
+_FRESH_S = 5.0  # for so long it stands what a device was told to have ended; it is asked every two seconds
 _PHASE = int(Kind.PHASE)
 _FAILED = int(Flag.FAILED)
 _MOST_FAILED = 64
@@ -50,12 +51,21 @@ class _DeviceTold:
 
     Attributes:
         waits: whether it had calls to finish.
-        still_s: for how long it had begun and ended none; infinite where that is not known.
+        still_s: for how long it had ended none; infinite where that is not known.
+        at_ns: when that was told.
     """
 
     progress: int
     waits: bool
     still_s: float
+    at_ns: int
+
+    def still_at(self, now_ns: int) -> float:
+        """For how long the device has ended nothing, in seconds: as it was told, for as long as that is fresh."""
+        if not self.waits:
+            return math.inf
+        ago_s = (now_ns - self.at_ns) * 1e-9
+        return self.still_s + (ago_s if ago_s > _FRESH_S else 0.0)
 
 
 class RankTrack:
@@ -181,13 +191,16 @@ class RankTrack:
         works = told is not None and told.waits and told.still_s < math.inf
         return self._has_device and (hang.unsure or hang.overdue_s > 0 or works)
 
-    def know_device(self, progress: int, calls: DeviceCalls | None, still_s: float = math.inf) -> None:
+    def know_device(
+        self, progress: int, calls: DeviceCalls | None, now_ns: int, still_s: float = math.inf
+    ) -> None:
         """Take what its device had to finish when the rank had made this progress; None: that is not known.
 
-        ``still_s``: for how long it had begun and ended no call then.
+        ``still_s``: for how long it had ended no call at ``now_ns``.
         """
         if calls is not None and (calls.in_flight or calls.is_whole):
-            self._device_told, self._next_search_ns = _DeviceTold(progress, bool(calls.in_flight), still_s), 0
+            self._device_told = _DeviceTold(progress, bool(calls.in_flight), still_s, now_ns)
+            self._next_search_ns = 0
 
     def _told_of_device(self) -> _DeviceTold | None:
         """What was told of its device since the rank's last progress."""
@@ -257,7 +270,7 @@ class RankTrack:
             self._progress_then, self._next_search_ns = self.progress, now_ns + _SEARCH_NS
         phase, _ = self.cutter.phase()
         told = self._told_of_device()
-        device_still_s = told.still_s if told is not None and told.waits else math.inf
+        device_still_s = told.still_at(now_ns) if told is not None else math.inf
         if self._measured_ns > self.last_progress_ns:
             device_still_s = min(device_still_s, (now_ns - self._measured_ns) * 1e-9)
         found = self.watch.progress(

@@ -68,10 +68,10 @@ def asking_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
     }
 
 
-def calls_made(rings: Iterable[WatchedRing]) -> dict[int, int]:
-    """How many operations were called, by process, of ranks that train on a device."""
+def calls_made(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:
+    """How many operations were called, and how many groups there are, by process, of ranks that train on a device."""
     return {
-        ring.process.pid: ring.reader.calls()
+        ring.process.pid: (ring.reader.calls(), len(ring.track.groups))
         for ring in rings
         if ring.process is not None and ring.reader is not None and not ring.ended
         if ring.track.has_device and ring.track.steps >= _STEADY_STEPS
@@ -89,10 +89,10 @@ def training_on_nccl(rings: Iterable[WatchedRing]) -> dict[int, ProcessId]:
 
 
 def launching(rings: Sequence[WatchedRing]) -> dict[int, tuple[int, int]]:
-    """The processes on NCCL, and their counts, by rank; empty while one of them makes or ends a communicator."""
+    """The processes on NCCL, and their counts, by rank; empty while one of them may make or end a communicator."""
     on_nccl = training_on_nccl(rings)
     own = [ring for ring in rings if ring.rank in on_nccl]
-    if any(ring.reader is not None and ring.reader.changes_communicators() for ring in own):
+    if any(ring.reader is None or ring.reader.may_change_communicators() for ring in own):
         return {}
     return {ring.rank: (on_nccl[ring.rank].pid, ring.counts) for ring in own}
 

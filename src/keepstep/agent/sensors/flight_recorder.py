@@ -35,6 +35,7 @@ _AGAIN_S = 2.0  # between two questions about one rank
 _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
+_STILL_NS = 5 * 10**9
 _SHARE = 1e-3  # of the time of a process that answers may take, and of the agent's that is spent on them
 _SAVED_S = 0.05  # most time for answers that is saved up
 _CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
@@ -75,6 +76,11 @@ def time_calls(run_dir: Path, process: int) -> None:
     ):
         connection.send(TIME_CALLS)
         connection.recv(1)  # returns when that is done
+
+
+def _stands_still(answer: Answer) -> bool:
+    """Whether the device had ended nothing for seconds: then the answer is as good later, if the host calls nothing."""
+    return isinstance(answer, Dump) and 0 < answer.moved_ns <= time.time_ns() - _STILL_NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +130,13 @@ class RecorderSensor:
         self._questions: dict[int, _Question] = {}
         self._last: dict[int, _Last] = {}  # by process
         self._accounts: dict[int, _Account] = {}  # by process
+        self._lock = threading.Lock()  # of the accounts: answers are waited for in threads
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number
-        self._timed: set[int] = set()  # processes
+        self._timed: dict[
+            int, int
+        ] = {}  # by process, how many groups it had: those made later are not timed yet
 
     def look(self, now_s: float, wanted: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, Dump]]:
         """Ask about ranks, each once every two seconds at most, or as they can afford it, and return new answers.
@@ -155,23 +164,24 @@ class RecorderSensor:
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
         return found
 
-    def time(self, now_s: float, records: Mapping[int, int]) -> None:
+    def time(self, now_s: float, calls: Mapping[int, tuple[int, int]]) -> None:
         """Have recorders note when devices begin calls, of processes that make so few that it costs next to nothing.
 
-        ``records``: by process, how many records its ring has had, which are at least as many as its calls.
+        ``calls``: by process, how many it has made as far as is known, and how many groups it has.
         """
-        for process, count in records.items():
+        for process, (count, groups) in calls.items():
             since_s, before = self._paces.setdefault(process, (now_s, count))
-            if process in self._timed or now_s - since_s < _PACE_S:
+            if groups <= self._timed.get(process, 0) or now_s - since_s < _PACE_S:
                 continue
             self._paces[process] = now_s, count
             if count - before <= _MOST_TIMED * (now_s - since_s):
-                self._timed.add(process)
+                self._timed[process] = groups
                 arguments, name = (self._run_dir, process), "keepstep-recorder"
                 threading.Thread(target=self._time_calls, args=arguments, name=name, daemon=True).start()
 
     def _affords(self, process: int, now_s: float) -> bool:
-        return self._accounts.setdefault(process, _Account(now_s)).affords(now_s)
+        with self._lock:
+            return self._accounts.setdefault(process, _Account(now_s)).affords(now_s)
 
     def _answer(self, one: _Question) -> None:
         try:
@@ -182,8 +192,10 @@ class RecorderSensor:
     def _told(self, process: int, rank: int, counts: int, now_s: float) -> Answer:
         """The answer of a process, which is waited for."""
         answer, cost_s = self._ask(self._run_dir, process, rank)
-        self._accounts[process].left_s -= cost_s
-        self._last[process] = _Last(answer, now_s + max(_OLD_S, cost_s / _SHARE), counts)
+        with self._lock:
+            self._accounts[process].left_s -= cost_s
+        holds_s = max(_OLD_S, cost_s / _SHARE) if _stands_still(answer) else _OLD_S
+        self._last[process] = _Last(answer, now_s + holds_s, counts)
         return answer
 
     async def answers(self, now_s: float, ranks: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:

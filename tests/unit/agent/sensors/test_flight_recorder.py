@@ -112,10 +112,10 @@ def test_begins_are_noted_only_of_processes_that_make_few_calls(tmp_path: Path) 
 
     sensor = RecorderSensor(tmp_path, time_calls=note)
     for second in range(6):
-        sensor.time(100.0 + second, {7: 1000 + 200 * second, 8: 5000 * second})
+        sensor.time(100.0 + second, {7: (1000 + 200 * second, 2), 8: (5000 * second, 2)})
     assert done.wait(10)
     for second in range(6, 20):
-        sensor.time(100.0 + second, {7: 1000 + 200 * second, 8: 5000 * second})
+        sensor.time(100.0 + second, {7: (1000 + 200 * second, 2), 8: (5000 * second, 2)})
     assert timed == [7]
 
 
@@ -156,7 +156,7 @@ async def _answers(
 def test_answers_take_a_thousandth_of_the_time_at_most(tmp_path: Path) -> None:
     """A dump of very many calls takes half a second: the next is made 450 s later, and the last one holds till then."""
     asked: list[int] = []
-    dump = Dump({}, {}, [])
+    dump = Dump({}, {}, [], moved_ns=time.time_ns() - 10 * 10**9)
 
     def dearly(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
         asked.append(process)
@@ -172,6 +172,15 @@ def test_answers_take_a_thousandth_of_the_time_at_most(tmp_path: Path) -> None:
     assert 50 <= asked.count(8) <= 100  # 10 that were saved up, and one every five seconds
     asyncio.run(sensor.answers(560, ranks))
     assert asked.count(7) == 2
+
+
+def test_a_device_that_worked_when_it_was_asked_may_have_gone_on(tmp_path: Path) -> None:
+    dump = Dump({}, {}, [], moved_ns=time.time_ns())
+    sensor = RecorderSensor(tmp_path, lambda *_: (dump, 0.5))
+    ranks = {0: (7, 3)}
+    fresh = asyncio.run(sensor.answers(100.0, ranks))
+    assert sensor.with_last(105.0, {}, ranks) == fresh == {0: dump}
+    assert sensor.with_last(107.0, {}, ranks) == {}
 
 
 def test_a_look_is_put_off_while_answers_are_dear(tmp_path: Path) -> None:
