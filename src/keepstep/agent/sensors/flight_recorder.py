@@ -36,7 +36,7 @@ _PATIENCE_S = 1.0
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
 _STILL_NS = 5 * 10**9
-_SHARE = 1e-3  # of the time of a process that answers may take, and of the agent's that is spent on them
+_SHARE = 1e-3  # part of a process's time that its answers may take, the agent's time for them included
 _SAVED_S = 0.05  # most time for answers that is saved up
 _CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
 _MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
@@ -130,7 +130,7 @@ class RecorderSensor:
         self._questions: dict[int, _Question] = {}
         self._last: dict[int, _Last] = {}  # by process
         self._accounts: dict[int, _Account] = {}  # by process
-        self._lock = threading.Lock()  # of the accounts: answers are waited for in threads
+        self._lock = threading.Lock()  # guards the accounts, since answers are waited for in threads
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number

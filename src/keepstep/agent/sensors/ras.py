@@ -23,8 +23,8 @@ _AGAIN_S = 60.0  # least time between two questions
 _PATIENCE_S = 8.0  # NCCL itself waits 5 s for a process
 _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _DEFAULT = "localhost:28028"
-_MOST_BYTES = 1 << 20  # of an environment
-_MOST_COMMUNICATORS = 64  # of a rank, that are told
+_MOST_BYTES = 1 << 20  # largest environment of a process that is read
+_MOST_COMMUNICATORS = 64  # communicators that are told of each rank
 
 Found = Mapping[int, tuple[Launched, ...]]
 
@@ -71,7 +71,7 @@ class RasSensor:
             if address is not None:
                 found = launched_by(read_ras(self._ask(*address, _PATIENCE_S)), processes)
         except (TraceError, OSError, ValueError):
-            pass  # there is no answer
+            pass  # RAS did not answer, or nonsense
         finally:
             answer.set_result(found)
 

@@ -23,7 +23,7 @@ _TORCH = ("/torch/lib/libtorch_cuda.so", "/torch/lib/libtorch_hip.so")
 _NCCL = ("/libnccl.so", "/librccl.so")
 _SHIM = "libkeepstep_nccl.so"
 _WITHOUT = "so a slow GPU is not told from a slow host"
-_MOST_BYTES = 1 << 20  # of an environment
+_MOST_BYTES = 1 << 20  # largest environment of a process that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,6 @@ def _of_plugin(environ: Mapping[str, str]) -> str:
         return ""
     file = link_table.file_with_plugin(environ) if given is None else None
     if given is None and file is None:
-        return ""  # it was not built, or its path is too long for NCCL
+        return ""  # the plugin was not built, or its path is too long for NCCL
     where = f"{link_table.PLUGIN} in {file}" if file is not None else f"{link_table.PLUGIN}={given}"
     return f"a slow or cut link of NCCL is not told: {where} has the place of keepstep's plugin: unset it"
