@@ -1,7 +1,8 @@
 """Asks NCCL's RAS on this node how many collectives each of its ranks has launched.
 
-It is asked when the controller wants to know, which it does in a hang of which torch's flight recorder does not tell
-enough, and once in a hang: some releases of NCCL can crash when it is asked while communicators are made or ended.
+It is asked when the controller wants to know, which it does in a hang of which torch's flight recorder tells nothing,
+and again only when a rank has called something since: some releases of NCCL can crash when it is asked while
+communicators are made or ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Found = Mapping[int, tuple[Launched, ...]]
 
 
 class RasSensor:
-    """Asks once, in a thread, and keeps the answer for as long as the ranks stand still.
+    """Asks in a thread, and keeps the answer for as long as the ranks stand still.
 
     ``ask``: asks an address (host, port) and returns what it answers within some seconds; may raise TraceError.
     """
