@@ -48,7 +48,9 @@ def main() -> None:
     words = [str(seconds + 2 * _SETTLES_S), str(arguments.calls), str(arguments.pace)]
     report = Report("agent on the stand-in", quick=arguments.quick)
     with (
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(
+            ignore_cleanup_errors=True
+        ) as folder,  # the agent may still be saving rings
         start(JOB, words, Path(folder), ranks=arguments.ranks, clock="virtual", kernel_us=5) as job,
     ):
         share = 100 * agent_share(job, job.launcher, seconds)
