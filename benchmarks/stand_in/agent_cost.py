@@ -47,10 +47,8 @@ def main() -> None:
     seconds = 20.0 if arguments.quick else 120.0
     words = [str(seconds + 2 * _SETTLES_S), str(arguments.calls), str(arguments.pace)]
     report = Report("agent on the stand-in", quick=arguments.quick)
-    with (
-        tempfile.TemporaryDirectory(
-            ignore_cleanup_errors=True
-        ) as folder,  # the agent may still be saving rings
+    with (  # cleaning up may fail: the agent may still be saving rings
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         start(JOB, words, Path(folder), ranks=arguments.ranks, clock="virtual", kernel_us=5) as job,
     ):
         share = 100 * agent_share(job, job.launcher, seconds)
