@@ -41,7 +41,7 @@ bool all_at(const Core& core, const Count (&counts)[kMostRanks], std::uint64_t s
 
 bool meet(Core& core, Count (&counts)[kMostRanks]) {
   counts[core.rank] = core.step;
-  ring(*core.shared);
+  if (all_at(core, counts, core.step)) ring(*core.shared);  // only the last one: the others have nothing to wake for
   return until(core, [&] { return all_at(core, counts, core.step); });
 }
 

@@ -2,7 +2,8 @@
 
 A process is asked in a thread of its own, since it may be held up. It is only asked while its rank stands still, as its
 interpreter is busy with the answer: for some milliseconds, or for a second where torch was told to keep very many calls
-(``TORCH_FR_BUFFER_SIZE``). So the times that answers take are added up, and kept to a thousandth of all time.
+(``TORCH_FR_BUFFER_SIZE``). So the times that answers take are added up, and kept to a thousandth of all time, or to a
+fiftieth of the time for which the rank has called nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
 _STILL_NS = 5 * 10**9
 _SHARE = 1e-3  # part of a process's time that its answers may take, the agent's time for them included
+_STILL_SHARE = 0.02  # likewise while its rank calls nothing: it loses little then, and the verdict needs the answer
 _SAVED_S = 0.05  # most time for answers that is saved up
 _CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
 _MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
@@ -97,11 +99,13 @@ class _Account:
     """The time that answers of a process may still take."""
 
     at_s: float
+    counts: int
     left_s: float = _SAVED_S
 
-    def affords(self, now_s: float) -> bool:
-        self.left_s = min(self.left_s + _SHARE * (now_s - self.at_s), _SAVED_S)
-        self.at_s = now_s
+    def affords(self, now_s: float, counts: int) -> bool:
+        share = _STILL_SHARE if counts == self.counts else _SHARE
+        self.left_s = min(self.left_s + share * (now_s - self.at_s), _SAVED_S)
+        self.at_s, self.counts = now_s, counts
         return self.left_s > 0
 
 
@@ -158,7 +162,7 @@ class RecorderSensor:
             if one.is_answered and (rank not in wanted or now_s >= one.asked_s + _AGAIN_S):
                 del self._questions[rank]
         for rank, (process, counts) in wanted.items():
-            if rank not in self._questions and self._affords(process, now_s):
+            if rank not in self._questions and self._affords(process, now_s, counts):
                 one = self._questions[rank] = _Question(rank, process, counts, now_s)
                 name = "keepstep-recorder"
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
@@ -179,9 +183,9 @@ class RecorderSensor:
                 arguments, name = (self._run_dir, process), "keepstep-recorder"
                 threading.Thread(target=self._time_calls, args=arguments, name=name, daemon=True).start()
 
-    def _affords(self, process: int, now_s: float) -> bool:
+    def _affords(self, process: int, now_s: float, counts: int) -> bool:
         with self._lock:
-            return self._accounts.setdefault(process, _Account(now_s)).affords(now_s)
+            return self._accounts.setdefault(process, _Account(now_s, counts)).affords(now_s, counts)
 
     def _answer(self, one: _Question) -> None:
         try:
@@ -208,7 +212,7 @@ class RecorderSensor:
         asked = {
             rank: asyncio.ensure_future(asyncio.to_thread(self._told, process, rank, counts, now_s))
             for rank, (process, counts) in ranks.items()
-            if self._affords(process, now_s)
+            if self._affords(process, now_s, counts)
         }
         if asked:
             await asyncio.wait(asked.values(), timeout=_AT_ONCE_S)

@@ -154,7 +154,7 @@ async def _answers(
 
 
 def test_answers_take_a_thousandth_of_the_time_at_most(tmp_path: Path) -> None:
-    """A dump of very many calls takes half a second: the next is made 450 s later, and the last one holds till then."""
+    """A dump of very many calls takes half a second: from a rank that goes on calling the next comes 450 s later."""
     asked: list[int] = []
     dump = Dump({}, {}, [], moved_ns=time.time_ns() - 10 * 10**9)
 
@@ -163,15 +163,32 @@ def test_answers_take_a_thousandth_of_the_time_at_most(tmp_path: Path) -> None:
         return dump, {7: 0.5, 8: 0.005}[process]
 
     sensor = RecorderSensor(tmp_path, dearly)
-    ranks = {0: (7, 3), 1: (8, 3)}
     for now_s in range(100, 540, 2):
-        fresh = asyncio.run(sensor.answers(now_s, ranks))
-        assert sensor.with_last(now_s, fresh, ranks) == {0: dump, 1: dump}
-        assert sensor.with_last(now_s, fresh, {**ranks, 0: (7, 4)}) == {**fresh, 1: dump}
+        asyncio.run(sensor.answers(now_s, {0: (7, now_s), 1: (8, now_s)}))
     assert asked.count(7) == 1
     assert 50 <= asked.count(8) <= 100  # 10 that were saved up, and one every five seconds
-    asyncio.run(sensor.answers(560, ranks))
+    asyncio.run(sensor.answers(560, {0: (7, 560)}))
     assert asked.count(7) == 2
+
+
+def test_a_rank_that_calls_nothing_is_asked_more_often(tmp_path: Path) -> None:
+    """A dump of half a second comes 24 s after the last one then, and the last one holds till then."""
+    asked: list[int] = []
+    dump = Dump({}, {}, [], moved_ns=time.time_ns() - 10 * 10**9)
+
+    def dearly(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
+        asked.append(process)
+        return dump, 0.5
+
+    sensor = RecorderSensor(tmp_path, dearly)
+    ranks = {0: (7, 3)}
+    for now_s in range(100, 122, 2):
+        fresh = asyncio.run(sensor.answers(now_s, ranks))
+        assert sensor.with_last(now_s, fresh, ranks) == {0: dump}
+        assert sensor.with_last(now_s, fresh, {0: (7, 4)}) == fresh
+    assert asked == [7]
+    asyncio.run(sensor.answers(124, ranks))
+    assert asked == [7, 7]
 
 
 def test_a_device_that_worked_when_it_was_asked_may_have_gone_on(tmp_path: Path) -> None:
@@ -191,8 +208,8 @@ def test_a_look_is_put_off_while_answers_are_dear(tmp_path: Path) -> None:
         return None, 0.1
 
     sensor = RecorderSensor(tmp_path, dearly)
-    for now_s, times in ((10.0, 1), (15.0, 1), (50.0, 1), (70.0, 2)):
-        sensor.look(now_s, {3: (77, 5)})
+    for now_s, counts, times in ((10.0, 5, 1), (15.0, 6, 1), (50.0, 7, 1), (70.0, 8, 2)):
+        sensor.look(now_s, {3: (77, counts)})
         while not all(one.is_answered for one in sensor._questions.values()):  # pyright: ignore[reportPrivateUsage]
             time.sleep(0.01)
         assert len(asked) == times
