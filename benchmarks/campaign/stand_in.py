@@ -23,16 +23,13 @@ from benchmarks.campaign.stand_in_draw import (
 from benchmarks.campaign.trial import Outcome, Plan, StandIn
 
 STAND_IN_NCCL = "stand-in-nccl"  # the backend's name
-_VIRTUAL_KERNEL_US = 2000.0
 _KERNEL_US_A_RANK = 2500.0  # in real pace hosts that share two cores have to be ahead of their devices
-# Who is slow from the start is told by heartbeats, about one a second, so that steps must not be over in no time: the
-# host makes two a second, and its device, in virtual time, one.
+# In virtual time a host makes at most four steps a second, and a device half as many: what is told takes a second at
+# least, which must not be many steps. Who is slow from the start is told by heartbeats, about one a second.
+_VIRTUAL_KERNEL_US, _PACE_S = 12_000.0, 0.25
 _EARLY_KERNEL_US, _EARLY_PACE_S = 24_000.0, 0.5
 _PORTS_KERNEL_US = 5000.0  # in real pace, as counters are: four ranks
-_GBPS, _PORTS_GBPS = (
-    "0.01",
-    "0.0017",
-)  # so that a transfer takes a part of the step that a slow pair can make longer
+_GBPS = "0.0017"  # so that a transfer takes a part of the step that a slow pair can make longer
 _WITHIN = 3  # iterations until a slow rank is named that has a healthy past
 _EARLY_WITHIN, _SIXTH = 5, 5  # those after the sixth step where it has none, and that step's number
 _SETTLES_S = {
@@ -54,14 +51,16 @@ def plan_with_ports(seed: int) -> Plan:
 
 def _plan(drawn: Drawn, *, with_ports: bool) -> Plan:
     ends_by_itself = drawn.kind in HEALTHY
-    settings = {"STAND_IN_GBPS": _GBPS} if drawn.kind == PAIR else {}
+    settings = {"STAND_IN_GBPS": _GBPS} if drawn.kind == PAIR or with_ports else {}
     is_virtual = drawn.is_virtual and not with_ports
     kernel_us = _VIRTUAL_KERNEL_US if is_virtual else _KERNEL_US_A_RANK * drawn.ranks
     pace: tuple[str, ...] = ()
     if drawn.kind == "slow early":
         kernel_us, pace = _EARLY_KERNEL_US, ("--pace-s", str(_EARLY_PACE_S))
+    elif is_virtual:
+        pace = "--pace-s", str(_PACE_S)
     elif with_ports:
-        kernel_us, settings = _PORTS_KERNEL_US, {"STAND_IN_GBPS": _PORTS_GBPS}
+        kernel_us = _PORTS_KERNEL_US
     return Plan(
         script="benchmarks/stand_in/jobs/train.py",
         arguments=("--layout", drawn.layout, "--steps", str(drawn.steps), *pace),

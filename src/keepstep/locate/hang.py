@@ -236,17 +236,16 @@ def _diagnose_still(known: HangEvidence) -> Diagnosis | None:
 def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
     """All others wait for ranks whose processes do not say what they have called on their devices."""
     mute = sorted({rank for one in known.pending for rank in one.unknown} & known.device.mute)
-    if len(mute) > min(FEW, len(known.states) // 2):
-        missing = (f"what ranks {fold_ranks(mute)} have called on their devices: they do not tell",)
+    held = [rank for rank in mute if (device := known.states[rank].device) is not None and not device.answered]
+    if len(held) < len(mute) or len(held) > min(FEW, len(known.states) // 2):
+        missing = (f"what {ranks_of(mute)} called on a device: torch's flight recorder does not tell",)
         return known.diagnosis((), set(), p, (), missing)
     culprits: list[Culprit] = []
-    for rank in mute:
-        device = known.states[rank].device
-        is_held = device is not None and not device.answered
-        told = "its process does not answer: something holds its interpreter" if is_held else "does not tell"
-        culprit = known.culprit(rank, p, "medium" if is_held and len(mute) == 1 else "low")
+    for rank in held:
+        culprit = known.culprit(rank, p, "medium" if len(held) == 1 else "low")
+        told = "its process does not answer: something holds its interpreter"
         culprits.append(replace(culprit, detail="; ".join(filter(None, (told, culprit.detail)))))
-    return known.diagnosis(tuple(culprits), set(mute), p, known.progress_lines(mute))
+    return known.diagnosis(tuple(culprits), set(held), p, known.progress_lines(held))
 
 
 def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:

@@ -148,7 +148,7 @@ def read_dumps(paths: Iterable[Path], least_ranks: int = 0) -> Dumps:
 
 
 def parse_newest(data: bytes, rank: int) -> Dump:
-    """What a dump in JSON says of this rank's newest calls: since the first that is not done, and at least the last 64.
+    """What a dump in JSON says of this rank's newest calls: since the last that is done, and at least the last 64.
 
     Older calls are left out, but for the last one of each group, so that many ranks can be read often.
 
@@ -166,7 +166,8 @@ def parse_newest(data: bytes, rank: int) -> Dump:
 def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], set[str]]:
     """The newest calls, and the groups of which torch had looked at the begin of a call that is left out."""
     first_open = next((at for at, one in enumerate(entries) if not _is_done(one)), len(entries))
-    begin = max(min(first_open, len(entries) - _NEWEST), 0)
+    # The last one that is done tells when the device moved last.
+    begin = max(min(first_open - 1, len(entries) - _NEWEST), 0)
     last = {(str(one["process_group"]), one.get("is_p2p") is True): at for at, one in enumerate(entries)}
     kept = [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
     return kept, {_name(one["process_group"][0]) for one in entries[:begin] if _has_begun(one)}

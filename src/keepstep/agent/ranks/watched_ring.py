@@ -102,7 +102,8 @@ def nccl_records(ring: WatchedRing) -> NcclRecords:
     if ring.reader is None:
         return NcclRecords(calls=False, seen=True)
     groups = ring.track.groups
-    places: list[int] = ring.reader.streams()["group"].tolist()
+    streams = ring.reader.streams()
+    places: list[int] = streams["group"][streams["started"] > 1].tolist()
     used = [groups[place] for place in places if 0 <= place < len(groups)]
     seen = any(group.is_communicator for group in ring.reader.groups())
     return NcclRecords(any(map(_is_on_nccl, used)), seen, ring.reader.sites())

@@ -31,7 +31,7 @@ class NcclRecords:
     """What the ring of a process with groups on NCCL has of them.
 
     Attributes:
-        calls: whether the probe has seen it call an operation on one of these groups.
+        calls: whether the probe has seen a second operation on one of these groups, as the first makes a communicator.
         seen: whether the shim has seen NCCL make a communicator.
         notes: the lines of code of its calls, and other lines that were left there.
     """
@@ -42,7 +42,7 @@ class NcclRecords:
 
 
 class UnseenNccl:
-    """Looks at each process once, some seconds after it has its first group on NCCL."""
+    """Looks at each process once, some seconds after it has its first group on NCCL, or later if it calls nothing."""
 
     def __init__(self) -> None:
         self._since_s: dict[ProcessId, float] = {}
@@ -83,11 +83,18 @@ class UnseenNccl:
         for rank, process in processes.items():
             waited_s = now_s - self._since_s.setdefault(process, now_s)
             if waited_s >= _SURE_S and process not in self._told and alive(process):
-                self._told[process] = why_unseen(process, records(rank))
+                found = why_unseen(process, records(rank))
+                if found is not None:
+                    self._told[process] = found
+                else:
+                    self._since_s[process] = now_s
 
 
-def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str, str]:
-    """Why the shim and the plugin see nothing of a process; "" where they may, or the process cannot be looked at."""
+def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str, str] | None:
+    """Why the shim and the plugin see nothing of a process; "" where they may, or the process cannot be looked at.
+
+    None: it is too early to tell.
+    """
     folder = PROC / str(process.pid)
     try:
         with open(folder / "maps", errors="replace") as file:
@@ -99,14 +106,15 @@ def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str, str]:
     if not _has(mapped, *_TORCH):  # a double: no NCCL is called
         return "", ""
     environ = dict(word.split("=", 1) for word in words if "=" in word)
-    return _of_shim(records, mapped, environ), _of_plugin(environ)
+    of_shim = _of_shim(records, mapped, environ)
+    return (of_shim, _of_plugin(environ)) if of_shim is not None else None
 
 
 def _has(mapped: list[str], *names: str) -> bool:
     return any(name in line for line in mapped for name in names)
 
 
-def _of_shim(records: NcclRecords, mapped: list[str], environ: Mapping[str, str]) -> str:
+def _of_shim(records: NcclRecords, mapped: list[str], environ: Mapping[str, str]) -> str | None:
     note = next((text for text in records.notes if text.startswith(NCCL_NOTE)), "")
     if note:
         why = note.removeprefix(NCCL_NOTE)
@@ -126,7 +134,7 @@ def _of_shim(records: NcclRecords, mapped: list[str], environ: Mapping[str, str]
         return f"{begin}NCCL is linked statically into torch (no libnccl.so is loaded): use a torch with libnccl.so"
     if records.calls:
         return f"{begin}they pass by the library in LD_PRELOAD, as after dlsym or RTLD_DEEPBIND: link NCCL"
-    return ""
+    return None
 
 
 def _of_plugin(environ: Mapping[str, str]) -> str:

@@ -23,8 +23,6 @@ def test_a_job_that_is_seen_or_has_no_nccl_is_not_spoken_of(start: Start) -> Non
         "",
         "",
     )  # Gloo that is taken for NCCL has no CUDA build of torch
-    not_called = NcclRecords(calls=False, seen=False)
-    assert why_unseen(start(TORCH, NCCL, SHIM, **GIVEN), not_called) == ("", "")
     assert why_unseen(start(TORCH, NCCL, **GIVEN, KEEPSTEP_NCCL_SHIM="0"), UNSEEN) == ("", "")
 
 
@@ -97,3 +95,13 @@ def test_a_process_is_looked_at_once_and_after_some_seconds(start: Start) -> Non
     assert lines[-1][0].startswith(f"ranks 0-1 on one: {BEGIN}keepstep's library is not in LD_PRELOAD")
     assert asked == [0, 1, 2]
     assert sensor.lines(200, "one", {}, records) == []
+
+
+def test_a_job_that_is_slow_to_make_its_first_communicator_is_not_said_to_be_unseen(start: Start) -> None:
+    sensor, process = UnseenNccl(), {0: start(TORCH, NCCL, SHIM, **GIVEN)}
+    early = NcclRecords(calls=False, seen=False)
+    assert why_unseen(process[0], early) is None
+    for second in range(100):
+        assert sensor.lines(second, "one", process, lambda _: early) == []
+    lines = [sensor.lines(second, "one", process, lambda _: UNSEEN) for second in range(100, 120)]
+    assert lines[-1][0].startswith(f"rank 0 on one: {BEGIN}they pass by")
