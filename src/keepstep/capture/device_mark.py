@@ -14,14 +14,15 @@ Mark = Callable[[int], None]
 def find() -> Mark | None:
     """What is to be called with the number of each optimizer step that has ended, on the thread that made it.
 
-    None: this process has no GPU in use, or not the shim. A call takes about a microsecond and waits for nothing.
+    None: this process has no GPU in use, or not the shim. A call takes about a microsecond. It waits only where the GPU
+    has as much to do as CUDA lets wait for it, which is what a GPU that hangs comes to.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return None
     try:
-        # With the interpreter's lock held: to give it away and to take it again costs more than the call.
-        tell = ctypes.PyDLL(None).keepstep_device_mark
+        # Without the interpreter's lock, as a call that waits must not hold up all other threads.
+        tell = ctypes.CDLL(None).keepstep_device_mark
         device, stream = internals.CURRENT_DEVICE, internals.CURRENT_STREAM
     except AttributeError:
         return None

@@ -236,7 +236,9 @@ def _diagnose_still(known: HangEvidence) -> Diagnosis | None:
 def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
     """All others wait for ranks whose processes do not say what they have called on their devices."""
     mute = sorted({rank for one in known.pending for rank in one.unknown} & known.device.mute)
-    held = [rank for rank in mute if (device := known.states[rank].device) is not None and not device.answered]
+    held = [
+        rank for rank in mute if (device := known.states[rank].device) is not None and not device.answered
+    ]
     if len(held) < len(mute) or len(held) > min(FEW, len(known.states) // 2):
         missing = (f"what {ranks_of(mute)} called on a device: torch's flight recorder does not tell",)
         return known.diagnosis((), set(), p, (), missing)

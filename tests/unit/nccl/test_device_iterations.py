@@ -20,7 +20,7 @@ import time
 cuda = ctypes.CDLL(f"{folder}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 cudart = ctypes.CDLL(f"{sys.argv[3]}/libcudacaller.so", mode=getattr(ctypes, mode))
 cudart.caller_event.restype = ctypes.c_void_p
-mark = ctypes.PyDLL(None).keepstep_device_mark
+mark = ctypes.CDLL(None).keepstep_device_mark
 mark.argtypes, mark.restype = (ctypes.c_uint64, ctypes.c_void_p), None
 cuda.cuCtxSetCurrent(ctypes.c_void_p(0x77))
 comm = init(make_id(), 1, 0)

@@ -38,7 +38,9 @@ _AT_ONCE_S = 0.5  # the controller waits a second for all that it has asked
 _OLD_S = 6.0  # until then an answer stands for one that does not come, if its rank has made no call since
 _STILL_NS = 5 * 10**9
 _SHARE = 1e-3  # part of a process's time that its answers may take, the agent's time for them included
-_STILL_SHARE = 0.02  # likewise while its rank calls nothing: it loses little then, and the verdict needs the answer
+_STILL_SHARE = (
+    0.02  # likewise while its rank calls nothing: it loses little then, and the verdict needs the answer
+)
 _SAVED_S = 0.05  # most time for answers that is saved up
 _CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
 _MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
