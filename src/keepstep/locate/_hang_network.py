@@ -234,8 +234,12 @@ def diagnose_still_devices(known: HangEvidence) -> Diagnosis | None:
     They are in a kernel before it, and wait for nobody. All ranks must have called something that is not finished: else
     one hangs on its host, and the others wait for that.
     """
-    begun = {rank: [one.begun for one in state.in_flight] for rank, state in known.states.items()}
-    if any(not its or None in its for its in begun.values()):
+    # What follows from counts alone, as that a peer has yet to take a message, says nothing of the device.
+    begun = {
+        rank: [one.begun for one in state.in_flight if one.begun is not None]
+        for rank, state in known.states.items()
+    }
+    if not all(begun.values()):
         return None
     still = sorted(rank for rank, its in begun.items() if not any(its))
     if not 0 < len(still) <= min(FEW, len(begun) // 2):

@@ -150,6 +150,24 @@ def test_a_device_that_has_not_begun_its_message_stands_still():
     assert (culprit.rank, culprit.cause, culprit.confidence) == (1, "its GPU stands still", "medium")
 
 
+def test_a_message_that_was_sent_and_not_taken_hides_no_gpu_that_stands_still():
+    """Rank 2 waits for a message that rank 3 has not sent, by their counts alone, which tell nothing of its device."""
+    sent, taken = StreamProgress("0", SEND, 1, 6, 5), StreamProgress("0", RECV, 0, 5, 4)
+    others = [
+        state(2, StreamProgress("0", RECV, 3, 7, 7), device=told(63, 64, begun=True)),
+        state(3, StreamProgress("0", SEND, 2, 6, 6), device=told(63, 64, begun=True)),
+    ]
+    is_in = OpInFlight("0", SEND, 1, 6, 80.0, begun=True)
+    behind = OpInFlight("0", RECV, 0, 5, 80.0, begun=False)
+    states = [
+        state(0, sent, device=DeviceCalls((is_in,), (StreamProgress("0", ALLREDUCE, -1, 63, 63), sent))),
+        state(1, taken, device=DeviceCalls((behind,), (StreamProgress("0", ALLREDUCE, -1, 63, 63), taken))),
+        *others,
+    ]
+    (culprit,) = judged(*states).culprits
+    assert (culprit.rank, culprit.cause, culprit.confidence) == (1, "its GPU stands still", "medium")
+
+
 def test_messages_are_counted_for_each_sender_and_receiver():
     """Rank 1 owes rank 2 its fifth message; what it has from rank 0 is complete."""
     states = [

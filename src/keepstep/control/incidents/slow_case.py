@@ -48,6 +48,9 @@ _BEFORE_STEPS_LARGE = 4  # steps before the onset that are asked for in large jo
 _ENOUGH_RANKS = 256  # slow ranks that need no other proof, however large the job is
 _CONFIRM_RATIO = 1.08  # a growth of all ranks' iteration times that confirms what a few ranks have reported
 _OWN_RATIO = 1.10  # a growth of the slow ranks' own iteration times that confirms it at a second look
+# The same of all ranks' iteration times where the slow ranks' time without waits has grown by so much: others' waits
+# take up a part of it.
+_ABSORBED_RATIO, _SELF_RATIO = 1.05, 1.2
 _SHARPEN_S = 60.0  # ask for iterations again after this long when no new steps come
 _UNCONFIRMED_TRIES = 3
 _MOST_LOOKS = 5  # looks after the verdict, while answers or culprits are missing
@@ -311,10 +314,14 @@ class SlowCase(Case):
         self.question = self._desk.agents.ask_profiles(_middle(self._relief_steps), last, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        grown = _ratios(before, after)
+        grown = _ratios(before, after, "duration_s")
         if not grown:
             return self._many()
-        if median(grown.values()) >= _CONFIRM_RATIO:
+        felt = median(grown.values())
+        if felt >= _CONFIRM_RATIO:
+            return True
+        selves = _ratios(before, after, "self_s")
+        if felt >= _ABSORBED_RATIO and all(selves.get(rank, 0.0) >= _SELF_RATIO for rank in self._slow):
             return True
         own = [grown[rank] for rank in self._slow if rank in grown]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
@@ -459,13 +466,15 @@ def _pace(rows: Sequence[IterationSummary]) -> float | None:
     return median(medians(rows, "duration_s").values()) if len(rows) else None
 
 
-def _ratios(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> dict[int, float]:
-    """How many times as long iterations take after the onset as before it, by rank."""
+def _ratios(
+    before: Sequence[IterationSummary], after: Sequence[IterationSummary], field: str
+) -> dict[int, float]:
+    """How many times as long iterations, or their time in ``field``, take after the onset as before it, by rank."""
     from keepstep.core.iteration_table import medians
 
     if not len(before) or not len(after):
         return {}
-    old, new = medians(before, "duration_s"), medians(after, "duration_s")
+    old, new = medians(before, field), medians(after, field)
     return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
 
 
