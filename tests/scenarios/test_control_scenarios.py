@@ -9,7 +9,7 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
     agent node=0                              connect, Hello
     beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
-    profiles [nodes=0,1] rank=1 onset=30      answer the last ProfileRequest
+    profiles [nodes=0,1] rank=1 onset=30 [own=0.5]      answer the last ProfileRequest
     states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1]   answer the last StateRequest; rank is not
                                               in the collective, or none is; its device has done all it was given
     reachable node=0-2                        their agents say where they answer probes
@@ -237,6 +237,7 @@ class Stage:
         before: str = "0.5",
         after: str = "1.0",
         until: str = "100000",
+        own: str = "",
     ) -> list[Effect]:
         asked, out = self.asked, []
         assert isinstance(asked, ProfileRequest)
@@ -250,6 +251,7 @@ class Stage:
                 slow_rank=int(rank),
                 before_s=float(before),
                 after_s=float(after),
+                own_s=float(own) if own else None,
             )
             out += self.say(self.peer(f"agent{node}"), Profile(asked.request, node, rows))
         return out

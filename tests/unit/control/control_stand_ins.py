@@ -182,13 +182,15 @@ def iterations(
     slow_rank: int,
     before_s: float,
     after_s: float,
+    own_s: float | None = None,
 ) -> tuple[IterationSummary, ...]:
-    """All ranks take ``after_s`` from ``onset`` to ``until``; only the slow rank's own time grows."""
+    """All ranks take ``after_s`` from ``onset`` to ``until``; only the slow rank's own time grows, to ``own_s``."""
+    slow_own_s = 0.8 * after_s if own_s is None else own_s
     rows: list[IterationSummary] = []
     for step in range(max(first, 0), last + 1):
         slow = onset <= step < until
         for rank in ranks:
-            own = (after_s if rank == slow_rank else before_s) * 0.8 if slow else before_s * 0.8
+            own = slow_own_s if slow and rank == slow_rank else before_s * 0.8
             total = after_s if slow else before_s
             rows.append(IterationSummary(rank, step, step * before_s, total, own, total - own))
     return tuple(rows)
