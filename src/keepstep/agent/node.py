@@ -182,8 +182,8 @@ class NodeAgent:
         pids = {rank: process.pid for rank, process in self._processes().items()}
         return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
 
-    def _look_at_sockets(self, now_ns: int) -> None:
-        self.network.look(now_ns * 1e-9, self._processes(), self._groups_of)
+    def _look_at_sockets(self, now_ns: int, *, now: bool = True) -> None:
+        self.network.look(now_ns * 1e-9, self._processes(), self._groups_of, now=now)
 
     def _groups_of(self, rank: int) -> list[GroupInfo]:
         return process_groups(self._tracks[rank].track.groups) if rank in self._tracks else []
@@ -213,7 +213,7 @@ class NodeAgent:
         notices = self._notices.look(now_ns, self._rings, self._log)
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
-        self._look_at_sockets(now_ns)
+        self._look_at_sockets(now_ns, now=False)
         self._recorder.time(now_ns * 1e-9, calls_made(self._rings))
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         if 0 < self._save_again_ns <= now_ns:

@@ -29,6 +29,7 @@ class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     _calls: tuple[int, LastCalls] | None = None
+    _shims: tuple[bool, ...] = ()  # whether each group is a communicator that the shim has seen made
     measured: Any = None  # what the shim has measured on the GPU by the latest poll
 
     def last_calls(self, progress: int) -> LastCalls:
@@ -50,28 +51,36 @@ class HostRing(RingReader):
 
     def may_change_communicators(self) -> bool:
         """Whether NCCL is making or ending a communicator now, by the shim, or the shim has seen none made."""
-        if not any(group.is_communicator for group in self.groups()):
+        if not any(self._shims) and not any(self._which_are_shims(len(self._shims))):
             return True
         kinds: Any = super().in_flight()[["kind", "op"]]
         return bool(((kinds["kind"] == _COMMUNICATOR) & (kinds["op"] != _GROUP)).any())
 
     def streams(self) -> Any:
         rows: Any = super().streams()
-        theirs = [place for place, group in enumerate(self.groups()) if group.is_communicator]
-        return rows[[group not in theirs for group in rows["group"].tolist()]] if theirs else rows
+        used: Any = rows["group"]
+        shims = self._which_are_shims(int(used.max(initial=-1)))
+        return rows[[not (0 <= group < len(shims) and shims[group]) for group in used.tolist()]]
 
     def calls(self) -> int:
         """How many operations the rank has called, as far as is known.
 
         The probe and the shim each count what they see: the probe misses what C++ calls, the shim what is not NCCL's.
         """
-        streams: Any = super().streams()  # before the groups: each of its groups is there then
-        shims = [group.is_communicator for group in self.groups()]
+        streams: Any = super().streams()
+        shims = self._which_are_shims(int(streams["group"].max(initial=-1)))
         made = [0, 0]
         for group, started in streams[["group", "started"]].tolist():
             if 0 <= group < len(shims):
                 made[shims[group]] += started
         return max(made)
+
+    def _which_are_shims(self, newest: int) -> tuple[bool, ...]:
+        """Whether each group is a communicator of the shim's. ``newest``: the greatest number that is asked for."""
+        if newest >= len(self._shims):
+            groups = self.groups()
+            self._shims += tuple(group.is_communicator for group in groups[len(self._shims) :])
+        return self._shims
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:

@@ -31,9 +31,12 @@ class NetworkSensors:
         now_s: float,
         processes: Mapping[int, ProcessId],
         groups_of: Callable[[int], Sequence[GroupInfo]],
+        *,
+        now: bool,
     ) -> None:
-        """Take samples. ``groups_of``: the process groups that a rank is in."""
-        self.sockets.look(now_s, processes.values())
+        """Take samples that are due. ``groups_of``: the process groups that a rank is in; ``now``: sockets in any case."""
+        if now or self.sockets.is_due(now_s):
+            self.sockets.look(now_s, processes.values())
         self._nccl.look(now_s, groups_of)
 
     def traffic(self, onset_s: float, most: int = MOST_PEERS) -> tuple[PeerTraffic, ...]:

@@ -14,6 +14,7 @@ PROC = Path("/proc")
 GONE = ("", "Z", "X")  # states of a process that does not run any more
 STOPPED = ("T", "t")
 _KILLING_S = 2.0
+_STAT_BYTES = 4096  # more than ``/proc/PID/stat`` has
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,13 @@ def _carries(entry: Path, environment: Mapping[str, Container[str]]) -> bool:
 
 def _stat(pid: int, proc: Path) -> list[str] | None:
     """Fields of ``/proc/PID/stat`` from the state on; the name before it may contain blanks and brackets."""
-    try:
-        text = (proc / str(pid) / "stat").read_text()
+    try:  # many times a second: a Path or a text file would cost more than the rest
+        file = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(file, _STAT_BYTES)
+        finally:
+            os.close(file)
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()
+    fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
     return fields if len(fields) > 19 else None

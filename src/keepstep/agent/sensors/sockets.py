@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _LOOKS = 32
 MOST_SOCKETS = 8192
 MOST_PEERS = 256
 _RESCAN_LOOKS = 10
+_COSTS, _LONGEST_S = 200, 3.0  # a sample is followed by a pause so many times as long, and at most this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def busiest(
 
 
 class SocketSensor:
-    """Samples what the node's workers send to each address, about once a second and more often in a hang."""
+    """Samples what the node's workers send to each address, once a second or less, and more often in a hang."""
 
     def __init__(self) -> None:
         self._looks: deque[Look] = deque(maxlen=_LOOKS)
@@ -106,16 +108,23 @@ class SocketSensor:
         self._foreign: set[int] = set()  # inodes of other processes' sockets
         self._count = 0
         self._off = False
+        self._due_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a sample costs at most half a percent of a core now."""
+        return now_s >= self._due_s
 
     def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
         """Take a sample of all workers' connections. If the kernel gives no counters, this is logged once."""
         if self._off:
             return
+        began_s = time.thread_time()
         try:
             self._look(now_s, processes)
         except (OSError, struct.error) as error:
             self._off = True
             logger.info("the speed of TCP paths is not watched: %s", error)
+        self._due_s = now_s + min(_COSTS * (time.thread_time() - began_s), _LONGEST_S)
 
     def traffic(self, onset_s: float, node: str, most: int = MOST_PEERS) -> tuple[PeerTraffic, ...]:
         """What was sent to each address before and after ``onset_s`` (`busiest`)."""

@@ -77,7 +77,7 @@ def test_the_usual_rate_of_a_link_is_that_of_its_older_looks(proxy: Proxy, tmp_p
     sensors = NetworkSensors("n0", {0: proxy.path})
     for turn in range(40):
         proxy.sends(100, 1e9 if turn < 30 else 1e8)
-        sensors.look(100.0 * turn + 1, {}, lambda rank: GROUPS)
+        sensors.look(100.0 * turn + 1, {}, lambda rank: GROUPS, now=True)
     sensors.save(tmp_path)
     (link,) = json.loads((tmp_path / "rank-00000.json").read_text())["links"]
     assert link["usual"] == pytest.approx(1e9, rel=1e-4)

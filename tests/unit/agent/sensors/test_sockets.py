@@ -119,3 +119,13 @@ def test_a_kernel_that_tells_nothing_is_asked_once(monkeypatch: pytest.MonkeyPat
     sensor.look(2.0, [])
     assert len(asked) == 1
     assert sensor.traffic(0.0, "n0") == ()
+
+
+def test_a_dear_sample_is_followed_by_a_pause_of_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    sensor, spent_s = SocketSensor(), iter([0.0, 0.001, 0.001, 0.011, 0.011, 1.011])
+    monkeypatch.setattr("keepstep.agent.sensors.sockets.time.thread_time", lambda: next(spent_s))
+    due: list[bool] = []
+    for now_s, later_s in ((10.0, 0.25), (20.0, 1.5), (30.0, 2.9)):
+        sensor.look(now_s, ())
+        due += [sensor.is_due(now_s + later_s), sensor.is_due(now_s + 3.1)]
+    assert due == [True, True, False, True, False, True]
