@@ -34,7 +34,10 @@ class NetworkSensors:
         *,
         now: bool,
     ) -> None:
-        """Take samples that are due. ``groups_of``: the process groups that a rank is in; ``now``: sockets in any case."""
+        """Take samples that are due.
+
+        ``groups_of``: the process groups that a rank is in. ``now``: of the sockets in any case.
+        """
         if now or self.sockets.is_due(now_s):
             self.sockets.look(now_s, processes.values())
         self._nccl.look(now_s, groups_of)

@@ -20,8 +20,10 @@ LEAST_STEPS = 3  # slow steps on end that a verdict needs
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
 _MOST_LOOKS = 8  # profiles that are asked for in one incarnation
+_MOST_MILD = 3  # of these, for ranks that are not slow enough to be named by the host's times
 _RATIO = 1.4  # own time of a slow rank over that of its peers
-_SHARE = 0.2  # part of an iteration that a slow rank must cost
+_RATIO_ON_DEVICE = 1.2  # the same where all times are the GPUs', which hosts that share cores do not disturb
+_SHARE = 0.15  # part of an iteration that a slow rank must cost
 
 
 class EarlySlowness:
@@ -35,7 +37,7 @@ class EarlySlowness:
         """Forget the last incarnation."""
         self._first: int | None = None
         self._step = -1
-        self._looks = 0
+        self._looks = self._mild = 0
 
     def look(self, now_s: float) -> Finding | None:
         """A rank that seems to be slow, once in a few steps; to be called at every tick."""
@@ -58,9 +60,12 @@ class EarlySlowness:
         usual_s = sorted(one.self_s for one, _ in beats)[(len(beats) - 1) // 2]
         worst, node = max(beats, key=lambda pair: pair[0].self_s)
         more_s = worst.self_s - usual_s
-        if worst.self_s < _RATIO * usual_s or more_s < _SHARE * worst.iteration_s:
+        mild = worst.self_s < _RATIO * usual_s
+        if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
             return None
-        self._looks += 1
+        if mild and self._mild >= _MOST_MILD:
+            return None
+        self._looks, self._mild = self._looks + 1, self._mild + mild
         return Finding(
             "slow",
             worst.rank,
@@ -73,7 +78,12 @@ class EarlySlowness:
         )
 
 
-def slow_since(rows: Sequence[IterationSummary], rank: int) -> int | None:
+def least_ratio(rows: Sequence[IterationSummary]) -> float:
+    """How much slower than its peers a rank has to be that is named by these iterations."""
+    return _RATIO_ON_DEVICE if all(row.ahead_s >= 0 for row in rows) else _RATIO
+
+
+def slow_since(rows: Sequence[IterationSummary], rank: int, ratio: float = _RATIO) -> int | None:
     """The step from which on a rank was slower than its peers in every step; None: not for so long as a verdict needs.
 
     ``rows``: the iterations of an incarnation from its first one on.
@@ -90,13 +100,13 @@ def slow_since(rows: Sequence[IterationSummary], rank: int) -> int | None:
     slow = 0
     for step in reversed(steps):
         usual_s = sorted(own[step])[(most - 1) // 2]
-        if its[step] < _RATIO * usual_s:
+        if its[step] < ratio * usual_s:
             break
         since, slow = step, slow + 1
     return since if slow >= LEAST_STEPS else None
 
 
-def names_for_sure(diagnosis: Diagnosis) -> bool:
+def names_for_sure(diagnosis: Diagnosis, ratio: float = _RATIO) -> bool:
     """Whether a diagnosis against peers names ranks, and these were slow enough."""
     named = diagnosis.culprits
-    return bool(named) and all(one.rank is not None and one.slowdown >= _RATIO for one in named)
+    return bool(named) and all(one.rank is not None and one.slowdown >= ratio for one in named)

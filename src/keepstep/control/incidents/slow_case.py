@@ -18,7 +18,12 @@ from keepstep.control.incidents.case import (
     unlocated,
     with_action,
 )
-from keepstep.control.incidents.early_slowness import FIRST_STEPS, names_for_sure, slow_since
+from keepstep.control.incidents.early_slowness import (
+    FIRST_STEPS,
+    least_ratio,
+    names_for_sure,
+    slow_since,
+)
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
@@ -218,7 +223,8 @@ class SlowCase(Case):
         from keepstep.core.iteration_table import between
 
         first = min((row.step for row in rows), default=0)
-        since = slow_since(rows, next(iter(self._slow), -1))
+        ratio = least_ratio([row for row in rows if row.step >= first + FIRST_STEPS])
+        since = slow_since(rows, next(iter(self._slow), -1), ratio)
         if since is None and self.incident is None:
             self.closed = True
             return
@@ -335,7 +341,8 @@ class SlowCase(Case):
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(evidence)
-        if self.early and self.incident is None and not (self._waits_recorded and names_for_sure(diagnosis)):
+        is_named = self._waits_recorded and names_for_sure(diagnosis, least_ratio(after))
+        if self.early and self.incident is None and not is_named:
             self.closed = True
             return
         before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)

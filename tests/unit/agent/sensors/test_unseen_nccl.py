@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.unit.agent.sensors.conftest import Start
 
+from keepstep.agent.sensors.processes import ProcessId
 from keepstep.agent.sensors.unseen_nccl import NcclRecords, UnseenNccl, why_unseen
 from keepstep.core.events import NCCL_NOTE
 from keepstep.ring.link_table import LIBRARY, PLUGIN
@@ -17,13 +18,19 @@ SEEN, UNSEEN = NcclRecords(calls=True, seen=True), NcclRecords(calls=True, seen=
 BEGIN = "NCCL's calls are not seen, so a slow GPU is not told from a slow host: "
 
 
+def told(process: ProcessId, records: NcclRecords) -> tuple[str, str]:
+    found = why_unseen(process, records)
+    assert found is not None
+    return found
+
+
 def test_a_job_that_is_seen_or_has_no_nccl_is_not_spoken_of(start: Start) -> None:
-    assert why_unseen(start(TORCH, NCCL, SHIM, **GIVEN), SEEN) == ("", "")
-    assert why_unseen(start(NCCL), UNSEEN) == (
+    assert told(start(TORCH, NCCL, SHIM, **GIVEN), SEEN) == ("", "")
+    assert told(start(NCCL), UNSEEN) == (
         "",
         "",
     )  # Gloo that is taken for NCCL has no CUDA build of torch
-    assert why_unseen(start(TORCH, NCCL, **GIVEN, KEEPSTEP_NCCL_SHIM="0"), UNSEEN) == ("", "")
+    assert told(start(TORCH, NCCL, **GIVEN, KEEPSTEP_NCCL_SHIM="0"), UNSEEN) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -45,14 +52,14 @@ def test_a_job_that_is_seen_or_has_no_nccl_is_not_spoken_of(start: Start) -> Non
 def test_why_the_shim_sees_nothing(
     start: Start, libraries: tuple[str, ...], environ: dict[str, str], said: str
 ) -> None:
-    shim, plugin = why_unseen(start(*libraries, **GIVEN, **environ), UNSEEN)
+    shim, plugin = told(start(*libraries, **GIVEN, **environ), UNSEEN)
     assert shim.startswith(BEGIN + said)
     assert plugin == ""
 
 
 def test_a_preloaded_library_that_is_not_there_is_named(start: Start, tmp_path: Path) -> None:
     path = f"{tmp_path}/libkeepstep_nccl.so"
-    shim, _ = why_unseen(start(TORCH, NCCL, **GIVEN, LD_PRELOAD=path), UNSEEN)
+    shim, _ = told(start(TORCH, NCCL, **GIVEN, LD_PRELOAD=path), UNSEEN)
     assert (
         shim == f"{BEGIN}the library in LD_PRELOAD ({path}) is not there: make it readable in the container"
     )
@@ -60,13 +67,13 @@ def test_a_preloaded_library_that_is_not_there_is_named(start: Start, tmp_path: 
 
 def test_an_old_nccl_is_told_with_its_version(start: Start) -> None:
     notes = ("train.py:5", f"{NCCL_NOTE}version 2.14.3 is older than 2.18")
-    shim, _ = why_unseen(start(TORCH, NCCL, SHIM, **GIVEN), NcclRecords(True, False, notes))
+    shim, _ = told(start(TORCH, NCCL, SHIM, **GIVEN), NcclRecords(True, False, notes))
     assert shim == f"{BEGIN}version 2.14.3 is older than 2.18: use NCCL 2.18 or newer"
 
 
 def test_a_plugin_slot_that_is_taken(start: Start, tmp_path: Path) -> None:
     def plugin(**environ: str) -> str:
-        return why_unseen(start(TORCH, NCCL, SHIM, KEEPSTEP_LINKS="/proc/1/fd/3", **environ), SEEN)[1]
+        return told(start(TORCH, NCCL, SHIM, KEEPSTEP_LINKS="/proc/1/fd/3", **environ), SEEN)[1]
 
     begin = "a slow or cut link of NCCL is not told: "
     assert plugin(**{PLUGIN: "ncclprof"}) == (

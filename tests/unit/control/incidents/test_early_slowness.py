@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.early_slowness import EarlySlowness, names_for_sure, slow_since
+from keepstep.control.incidents.early_slowness import (
+    EarlySlowness,
+    least_ratio,
+    names_for_sure,
+    slow_since,
+)
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import Heartbeat, RankBeat
@@ -63,9 +68,15 @@ def test_nobody_else_is_looked_at(own: Own) -> None:
     assert play(own) == []
 
 
-def rows(own: Own, steps: int = 12, ranks: int = 4) -> list[IterationSummary]:
+def test_a_rank_that_is_slower_by_less_is_looked_at_a_few_times() -> None:
+    assert [rank for _, rank in play(lambda rank, step: 0.52 if rank == 3 else 0.4)] == []
+    assert [rank for _, rank in play(lambda rank, step: 1.3 if rank == 3 else 1.0)] == [3, 3, 3]
+
+
+def rows(own: Own, steps: int = 12, ranks: int = 4, *, on_device: bool = False) -> list[IterationSummary]:
+    ahead_s = 1.0 if on_device else -1.0
     return [
-        IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1)
+        IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1, ahead_s=ahead_s)
         for step in range(steps)
         for rank in range(ranks)
     ]
@@ -90,3 +101,11 @@ def test_links_and_ranks_that_are_hardly_slower_are_not_named() -> None:
     assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.9),)))
     assert not names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.2),)))
     assert not names_for_sure(Diagnosis("slow"))
+
+
+def test_the_times_of_gpus_name_a_rank_that_is_less_slow() -> None:
+    mild: Own = lambda rank, step: 0.52 if rank == 2 else 0.4  # noqa: E731
+    on_device = rows(mild, on_device=True)
+    assert slow_since(on_device, 2, least_ratio(on_device)) == 0
+    assert slow_since(rows(mild), 2, least_ratio(rows(mild))) is None
+    assert least_ratio([*on_device, *rows(mild)]) == least_ratio(rows(mild))
