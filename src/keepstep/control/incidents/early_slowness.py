@@ -23,7 +23,7 @@ _MOST_LOOKS = 8  # profiles that are asked for in one incarnation
 _MOST_MILD = 3  # of these, for ranks that are not slow enough to be named by the host's times
 _RATIO = 1.4  # own time of a slow rank over that of its peers
 _RATIO_ON_DEVICE = 1.2  # the same where all times are the GPUs', which hosts that share cores do not disturb
-_SHARE = 0.15  # part of an iteration that a slow rank must cost
+_SHARE = 0.2  # part of an iteration that a slow rank must cost
 
 
 class EarlySlowness:
