@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -109,7 +110,8 @@ def test_a_rank_that_saves_alone_is_told_and_keeps_what_all_may_need(
         return sorted(key.step for key in snapshots._cache.held() if key)
 
     assert Ranks(2).run(served, save)[0] == [1, 2]
-    assert "step 3 of rank 0 was not saved: other ranks are behind" in capsys.readouterr().err
+    # Step 3 may make the ranks compare what they hold, and then nothing is said of it yet.
+    assert re.search("step [34] of rank 0 was not saved: other ranks are behind", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("meet", [True, False])
