@@ -20,9 +20,9 @@ LEAST_STEPS = 3  # slow steps on end that a verdict needs
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
 _MOST_LOOKS = 8  # profiles that are asked for in one incarnation
-_MOST_MILD = 3  # of these, for ranks that are not slow enough to be named by the host's times
+_MOST_MILD = 3  # profiles for ranks that are not slow enough to be named by the host's times
 _RATIO = 1.4  # own time of a slow rank over that of its peers
-_RATIO_ON_DEVICE = 1.2  # the same where all times are the GPUs', which hosts that share cores do not disturb
+_RATIO_ON_DEVICE = 1.2  # least such ratio where all times are the GPUs', which busy hosts do not disturb
 _SHARE = 0.2  # part of an iteration that a slow rank must cost
 
 
