@@ -178,9 +178,10 @@ def test_a_slow_rank_is_found_and_its_profile_shows_who(
 def test_a_hang_is_found_and_its_states_show_who_never_entered(
     start: Callable[..., Job], controller: Controller, tmp_path: Path
 ) -> None:
-    start("100", str(tmp_path / "clock"), "hang=1:20")
+    # Three looks at a backward pass, at four looks a second, teach what is usual there: 100 steps are 6 s.
+    start("200", str(tmp_path / "clock"), "hang=1:100")
     found = until(lambda: [m.finding for m in controller.of(wire.Found) if m.finding.kind == "hang"])
-    assert (found[0].rank, found[0].step, found[0].phase) == (1, 19, Phase.BACKWARD)
+    assert (found[0].rank, found[0].step, found[0].phase) == (1, 99, Phase.BACKWARD)
     assert found[0].stuck_s < 5
     controller.ask(wire.StateRequest(3))
     states = {state.rank: state for state in until(lambda: controller.of(wire.States))[0].states}

@@ -118,9 +118,11 @@ def free_port() -> int:
 WAIT = "while not os.path.exists('go'): time.sleep(0.01)\n"
 
 
-def test_a_death_is_an_incident(nodes: Nodes) -> None:
+@pytest.mark.parametrize("after_s", [0, 1])
+def test_a_death_is_an_incident(nodes: Nodes, after_s: int) -> None:
+    """Even one that comes before agent and controller have begun to work."""
     nodes.start(
-        "time.sleep(1)\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", "--nproc-per-node", "2"
+        f"time.sleep({after_s})\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", "--nproc-per-node", "2"
     )
     ((code, _, err),) = nodes.finish()
     assert code == 137

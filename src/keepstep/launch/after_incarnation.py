@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +178,8 @@ async def _part(parts: Parts, outcome: Outcome) -> None:
     course = parts.course
     course.has_parted = True
     await _wait_for_storage(parts, outcome)
+    if outcome.kind == "failed" and course.place is not None:
+        await _until_killed(parts, [parts.controller.begun()], parts.run.job.linger_s)
     if course.link:
         course.link.send(course.link.member.ended(outcome.code, outcome.reason))
         await course.link.drained(_DRAIN_S)
@@ -221,12 +223,18 @@ async def _wait_for_others(parts: Parts, outcome: Outcome) -> None:
     alone = course.place.node_count == 1
     patience_s = job.linger_s if alone or outcome.kind != "finished" else _EXIT_BARRIER_S
     moves = parts.controller.seat and course.together and outcome.kind == "finished"
-    away_s = _NEXT_LEADER_S if moves else _DRAIN_S if alone else job.linger_s
-    gone = asyncio.ensure_future(course.link.lost(away_s))
-    over = asyncio.ensure_future(course.job_over.wait())
-    kill = asyncio.ensure_future(course.kill_now.wait())
-    waits: list[asyncio.Future[Any]] = [gone, over, kill]
+    # The controller, which writes down why a job failed, may be slow to begin.
+    is_late = outcome.kind == "failed" and not course.link.has_met and not course.link.stranger
+    away_s = _NEXT_LEADER_S if moves else _DRAIN_S if alone and not is_late else job.linger_s
     again = [course.outcome] if outcome.kind == "finished" and course.together else []
-    await asyncio.wait([*waits, *again], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    await _until_killed(parts, [course.link.lost(away_s), course.job_over.wait()], patience_s, *again)
+
+
+async def _until_killed(
+    parts: Parts, ends: Sequence[Coroutine[Any, Any, Any]], patience_s: float, *also: asyncio.Future[Any]
+) -> None:
+    """Wait for the first of these, for ``patience_s`` at most, and not for an operator who is impatient."""
+    waits = [asyncio.ensure_future(one) for one in (*ends, parts.course.kill_now.wait())]
+    await asyncio.wait([*waits, *also], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

@@ -72,6 +72,7 @@ class Link:
                 led=lambda: self.member.led(now_s()),
             )
         self.connected = asyncio.Event()  # the newest controller is connected
+        self.has_met = False  # a controller of this job has ever been connected
 
     def open(self) -> None:
         """Begin to connect.
@@ -259,6 +260,7 @@ class Link:
             self._client.reconnect()
             return
         self.member.connected()
+        self.has_met = True
         self.connected.set()
 
     def _on_disconnected(self) -> None:

@@ -51,6 +51,7 @@ class Hosting:
         self.term = 1  # election term of the controller that runs here
         self._process: Companion | None = None
         self._ready = asyncio.Event()
+        self._begun = asyncio.Event()  # it can be met, or has died too often
         self._lost = ""
         self._moving: asyncio.Task[None] | None = None
 
@@ -143,6 +144,11 @@ class Hosting:
                 "is the port of --rdzv-endpoint taken?"
             )
 
+    async def begun(self) -> None:
+        """Wait until a controller that was started here can be met, or has died too often."""
+        if self._process:
+            await self._begun.wait()
+
     def look(self, link: Link) -> None:
         """Host the controller, or stop hosting it, or follow it to another node, as the election says."""
         elector = link.member.elector
@@ -207,6 +213,7 @@ class Hosting:
             if not self._ready.is_set():
                 self._ready.set()
                 self._on_ready()
+            self._begun.set()
 
         def command() -> list[str]:
             assert self.at is not None
@@ -214,6 +221,7 @@ class Hosting:
             return controller_command(*where, seat=self.seat, term=self.term)
 
         def gave_up(reason: str) -> None:
+            self._begun.set()
             self._on_gave_up()
             if self._job.rendezvous.endpoint and not self._ready.is_set():
                 self._lost = reason
