@@ -163,9 +163,13 @@ class Timing {
     const bool same = is_main(stream);
     g_main.store(reinterpret_cast<std::uintptr_t>(stream), std::memory_order_relaxed);
     marked_ns_.store(ring::monotonic_ns(), std::memory_order_relaxed);
-    if (number <= newest_) first_ = number;  // another incarnation begins in this process
-    newest_ = number;
-    const bool next = is_measured(number, rare_.load(std::memory_order_relaxed));
+    bool next = false;
+    {
+      const std::lock_guard<std::mutex> guard(lock_);
+      if (number <= newest_) first_ = number;  // another incarnation begins in this process
+      newest_ = number;
+      next = is_measured(number, rare_.load(std::memory_order_relaxed));
+    }
     g_state.fetch_or(kTracked, std::memory_order_relaxed);
     if (!next && !has(kMeasures)) return;
     Span* span = free_span(stream);

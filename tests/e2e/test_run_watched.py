@@ -122,7 +122,9 @@ WAIT = "while not os.path.exists('go'): time.sleep(0.01)\n"
 def test_a_death_is_an_incident(nodes: Nodes, after_s: int) -> None:
     """Even one that comes before agent and controller have begun to work."""
     nodes.start(
-        f"time.sleep({after_s})\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", "--nproc-per-node", "2"
+        f"time.sleep({after_s})\nif rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)",
+        "--nproc-per-node",
+        "2",
     )
     ((code, _, err),) = nodes.finish()
     assert code == 137

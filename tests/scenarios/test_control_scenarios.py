@@ -7,7 +7,8 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
                                               are connected; with restarts, hung processes are ended
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
-    beat step=10 [node=0] [overdue=2]         a heartbeat of all (or one) connected agents; all ranks wait too long
+    beat step=10 [node=0] [overdue=2] [slow=3]      a heartbeat of all (or one) connected agents; all ranks wait too
+                                              long; the own time of rank 3 is twice that of the others
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30 [own=0.5]      answer the last ProfileRequest
     states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1]   answer the last StateRequest; rank is not
@@ -196,12 +197,17 @@ class Stage:
         peer = self.connect(f"agent{node}", "agent")
         return self.say(peer, Hello("agent", f"gpu-{node}", int(node), int(pid or 200 + int(node))))
 
-    def do_beat(self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0") -> list[Effect]:
+    def do_beat(
+        self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0", slow: str = "-1"
+    ) -> list[Effect]:
         self.sequence += 1
         out: list[Effect] = []
         for one in self.agents(node):
             ranks = tuple(
-                RankBeat(rank, int(step), 2, 100, float(iteration), overdue_s=float(overdue))
+                RankBeat(
+                    *(rank, int(step), 2, 100, float(iteration), 0.4 if rank == int(slow) else 0.2),
+                    overdue_s=float(overdue),
+                )
                 for rank in self.ranks_of(one)
             )
             out += self.say(self.peer(f"agent{one}"), Heartbeat(one, self.sequence, self.now_s, ranks))

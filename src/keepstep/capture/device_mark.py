@@ -14,8 +14,9 @@ Mark = Callable[[int], None]
 def find() -> Mark | None:
     """What is to be called with the number of each optimizer step that has ended, on the thread that made it.
 
-    None: this process has no GPU in use, or not the shim. A call takes about a microsecond. It waits only where the GPU
-    has as much to do as CUDA lets wait for it, which is what a GPU that hangs comes to.
+    None: this process has no GPU in use, or not the shim. A call takes about a microsecond, and up to 5 ms more where
+    another thread of Python is busy, as it has to take the interpreter's lock again. It waits only where the GPU has as
+    much to do as CUDA lets wait for it, which is what a GPU that hangs comes to.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():

@@ -396,6 +396,8 @@ class Cases:
             for case in self._open.slow:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)
+            for finding in [finding for case in self._open.slow for finding in case.given_back()]:
+                self._slow_found(finding, now_s)
         self._open.sweep()
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:

@@ -235,16 +235,18 @@ def diagnose_still_devices(known: HangEvidence) -> Diagnosis | None:
     one hangs on its host, and the others wait for that.
     """
     # What follows from counts alone, as that a peer has yet to take a message, says nothing of the device.
-    begun = {
-        rank: [one.begun for one in state.in_flight if one.begun is not None]
-        for rank, state in known.states.items()
-    }
+    calls = {rank: state.in_flight for rank, state in known.states.items()}
+    begun = {rank: [one.begun for one in its if one.begun is not None] for rank, its in calls.items()}
     if not all(begun.values()):
         return None
     still = sorted(rank for rank, its in begun.items() if not any(its))
     if not 0 < len(still) <= min(FEW, len(begun) // 2):
         return None
-    awaited = [p for p in known.pending if not set(still).isdisjoint(p.members)]
+    if any(one.begun is None for rank in still for one in calls[rank]):
+        return None  # its device may be in that
+    not_begun = {(one.group, one.seq) for rank in still for one in calls[rank]}
+    its_own = [p for p in known.pending if not set(still).isdisjoint(p.members)]
+    awaited = [p for p in its_own if (p.group, p.seq) in not_begun]
     if not awaited:
         return None
     p = next((p for p in awaited if not set(still).issuperset(p.waiting)), awaited[0])

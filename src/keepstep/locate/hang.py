@@ -240,8 +240,9 @@ def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
         rank for rank in mute if (device := known.states[rank].device) is not None and not device.answered
     ]
     if len(held) < len(mute) or len(held) > min(FEW, len(known.states) // 2):
+        told = (f"the processes of {ranks_of(held)} do not answer",) if held else ()
         missing = (f"what {ranks_of(mute)} called on a device: torch's flight recorder does not tell",)
-        return known.diagnosis((), set(), p, (), missing)
+        return known.diagnosis((), set(), p, told, missing)
     culprits: list[Culprit] = []
     for rank in held:
         culprit = known.culprit(rank, p, "medium" if len(held) == 1 else "low")

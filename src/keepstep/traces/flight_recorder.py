@@ -166,8 +166,9 @@ def parse_newest(data: bytes, rank: int) -> Dump:
 def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], set[str]]:
     """The newest calls, and the groups of which torch had looked at the begin of a call that is left out."""
     first_open = next((at for at, one in enumerate(entries) if not _is_done(one)), len(entries))
-    # The last one that is done tells when the device moved last.
-    begin = max(min(first_open - 1, len(entries) - _NEWEST), 0)
+    # The last one that torch has put away tells when the device moved last.
+    moved = next((at for at in range(first_open - 1, -1, -1) if entries[at].get("retired")), first_open)
+    begin = max(min(moved, len(entries) - _NEWEST), 0)
     last = {(str(one["process_group"]), one.get("is_p2p") is True): at for at, one in enumerate(entries)}
     kept = [entries[at] for at in sorted(at for at in last.values() if at < begin)] + list(entries[begin:])
     return kept, {_name(one["process_group"][0]) for one in entries[:begin] if _has_begun(one)}

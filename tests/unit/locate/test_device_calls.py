@@ -168,6 +168,16 @@ def test_a_message_that_was_sent_and_not_taken_hides_no_gpu_that_stands_still():
     assert (culprit.rank, culprit.cause, culprit.confidence) == (1, "its GPU stands still", "medium")
 
 
+def test_a_device_that_may_be_in_a_call_that_was_not_looked_at_is_not_blamed():
+    """Rank 1's device has not begun one call; whether it is in another, the recorder does not tell."""
+    streams = (StreamProgress("0", ALLREDUCE, -1, 63, 63), StreamProgress("0", RECV, 0, 5, 4))
+    behind = OpInFlight("0", ALLREDUCE, -1, 64, 80.0, begun=False)
+    unknown = OpInFlight("0", RECV, 0, 5, 80.0)
+    states = [state(rank, device=told(63, 64, begun=True)) for rank in (0, 2, 3)]
+    found = judged(states[0], state(1, device=DeviceCalls((behind, unknown), streams)), *states[1:])
+    assert "its GPU stands still" not in [one.cause for one in found.culprits]
+
+
 def test_messages_are_counted_for_each_sender_and_receiver():
     """Rank 1 owes rank 2 its fifth message; what it has from rank 0 is complete."""
     states = [

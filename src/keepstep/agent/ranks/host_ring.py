@@ -29,7 +29,9 @@ class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     _calls: tuple[int, LastCalls] | None = None
-    _shims: tuple[bool, ...] = ()  # whether each group is a communicator that the shim has seen made
+    _shims: Mapping[
+        int, bool
+    ] = {}  # by number, whether a group is a communicator that the shim has seen made
     measured: Any = None  # what the shim has measured on the GPU by the latest poll
 
     def last_calls(self, progress: int) -> LastCalls:
@@ -51,16 +53,18 @@ class HostRing(RingReader):
 
     def may_change_communicators(self) -> bool:
         """Whether NCCL is making or ending a communicator now, by the shim, or the shim has seen none made."""
-        if not any(self._shims) and not any(self._which_are_shims(len(self._shims))):
+        if not any(self._shims.values()):
+            self._shims = _which_are_shims(self.groups())
+        if not any(self._shims.values()):
             return True
         kinds: Any = super().in_flight()[["kind", "op"]]
         return bool(((kinds["kind"] == _COMMUNICATOR) & (kinds["op"] != _GROUP)).any())
 
     def streams(self) -> Any:
         rows: Any = super().streams()
-        used: Any = rows["group"]
-        shims = self._which_are_shims(int(used.max(initial=-1)))
-        return rows[[not (0 <= group < len(shims) and shims[group]) for group in used.tolist()]]
+        used: list[int] = rows["group"].tolist()
+        shims = self._shims_among(used)
+        return rows[[not shims.get(group, False) for group in used]]
 
     def calls(self) -> int:
         """How many operations the rank has called, as far as is known.
@@ -68,19 +72,23 @@ class HostRing(RingReader):
         The probe and the shim each count what they see: the probe misses what C++ calls, the shim what is not NCCL's.
         """
         streams: Any = super().streams()
-        shims = self._which_are_shims(int(streams["group"].max(initial=-1)))
+        shims = self._shims_among(streams["group"].tolist())
         made = [0, 0]
         for group, started in streams[["group", "started"]].tolist():
-            if 0 <= group < len(shims):
+            if group in shims:
                 made[shims[group]] += started
         return max(made)
 
-    def _which_are_shims(self, newest: int) -> tuple[bool, ...]:
-        """Whether each group is a communicator of the shim's. ``newest``: the greatest number that is asked for."""
-        if newest >= len(self._shims):
-            groups = self.groups()
-            self._shims += tuple(group.is_communicator for group in groups[len(self._shims) :])
+    def _shims_among(self, used: Sequence[int]) -> Mapping[int, bool]:
+        """Whether each of these groups is a communicator of the shim's, by number; groups are listed for new ones."""
+        if any(group not in self._shims for group in used if group >= 0):
+            self._shims = _which_are_shims(self.groups())
         return self._shims
+
+
+def _which_are_shims(groups: Sequence[GroupInfo]) -> dict[int, bool]:
+    """By number; without those that are gone or, where numbers are not given in order, not there yet."""
+    return {at: group.is_communicator for at, group in enumerate(groups) if group is not RETIRED}
 
 
 def process_groups(groups: Sequence[GroupInfo]) -> list[GroupInfo]:

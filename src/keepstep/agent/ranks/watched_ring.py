@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -102,9 +103,10 @@ def nccl_records(ring: WatchedRing) -> NcclRecords:
     if ring.reader is None:
         return NcclRecords(calls=False, seen=True)
     groups = ring.track.groups
-    streams = ring.reader.streams()
-    places: list[int] = streams["group"][streams["started"] > 1].tolist()
-    used = [groups[place] for place in places if 0 <= place < len(groups)]
+    calls: Counter[int] = Counter()
+    for place, started in ring.reader.streams()[["group", "started"]].tolist():
+        calls[place] += started
+    used = [groups[place] for place, count in calls.items() if count > 1 and 0 <= place < len(groups)]
     seen = any(group.is_communicator for group in ring.reader.groups())
     return NcclRecords(any(map(_is_on_nccl, used)), seen, ring.reader.sites())
 

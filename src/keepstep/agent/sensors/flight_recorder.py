@@ -95,6 +95,9 @@ class _Last:
     until_s: float
     counts: int
 
+    def holds(self, now_s: float, counts: int) -> bool:
+        return counts == self.counts and now_s < self.until_s
+
 
 @dataclass(slots=True)
 class _Account:
@@ -201,7 +204,9 @@ class RecorderSensor:
         with self._lock:
             self._accounts[process].left_s -= cost_s
         holds_s = max(_OLD_S, cost_s / _SHARE) if _stands_still(answer) else _OLD_S
-        self._last[process] = _Last(answer, now_s + holds_s, counts)
+        last = self._last.get(process)
+        if isinstance(answer, Dump) or last is None or not last.holds(now_s, counts):
+            self._last[process] = _Last(answer, now_s + holds_s, counts)
         return answer
 
     async def answers(self, now_s: float, ranks: Mapping[int, tuple[int, int]]) -> dict[int, Answer]:
@@ -235,7 +240,6 @@ class RecorderSensor:
         found = dict(fresh)
         for rank, (process, counts) in ranks.items():
             last = self._last.get(process)
-            holds = last is not None and last.counts == counts and now_s < last.until_s
-            if last is not None and holds and rank not in found:
+            if last is not None and last.holds(now_s, counts) and not isinstance(found.get(rank), Dump):
                 found[rank] = last.answer
         return found

@@ -111,7 +111,7 @@ class SocketSensor:
         self._due_s = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a sample costs at most half a percent of a core now."""
+        """Whether samples cost at most half a percent of a core with one now, or the last is three seconds old."""
         return now_s >= self._due_s
 
     def look(self, now_s: float, processes: Iterable[ProcessId]) -> None:

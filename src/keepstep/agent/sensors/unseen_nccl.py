@@ -31,7 +31,7 @@ class NcclRecords:
     """What the ring of a process with groups on NCCL has of them.
 
     Attributes:
-        calls: whether the probe has seen a second operation on one of these groups, as the first makes a communicator.
+        calls: whether the probe has seen two operations on one of these groups: the first makes a communicator.
         seen: whether the shim has seen NCCL make a communicator.
         notes: the lines of code of its calls, and other lines that were left there.
     """
@@ -42,11 +42,14 @@ class NcclRecords:
 
 
 class UnseenNccl:
-    """Looks at each process once, some seconds after it has its first group on NCCL, or later if it calls nothing."""
+    """Looks at each process some seconds after it has its first group on NCCL, and again where that was too early."""
 
     def __init__(self) -> None:
-        self._since_s: dict[ProcessId, float] = {}
-        self._told: dict[ProcessId, tuple[str, str]] = {}  # why shim and plugin see nothing; "": they do
+        self._waits: dict[
+            ProcessId, tuple[float, float]
+        ] = {}  # since when, and for how long until the next look
+        # Why shim and plugin see nothing; "": they do. None: it is too early to tell.
+        self._told: dict[ProcessId, tuple[str | None, str]] = {}
         self._next_s = 0.0
 
     def lines(
@@ -77,23 +80,21 @@ class UnseenNccl:
         self, now_s: float, processes: Mapping[int, ProcessId], records: Callable[[int], NcclRecords]
     ) -> None:
         there = set(processes.values())
-        for known in (self._since_s, self._told):
+        for known in (self._waits, self._told):
             for process in known.keys() - there:
                 del known[process]
         for rank, process in processes.items():
-            waited_s = now_s - self._since_s.setdefault(process, now_s)
-            if waited_s >= _SURE_S and process not in self._told and alive(process):
-                found = why_unseen(process, records(rank))
-                if found is not None:
-                    self._told[process] = found
-                else:
-                    self._since_s[process] = now_s
+            since_s, wait_s = self._waits.setdefault(process, (now_s, _SURE_S))
+            is_open = self._told.get(process, (None, ""))[0] is None
+            if is_open and now_s - since_s >= wait_s and alive(process):
+                self._told[process] = why_unseen(process, records(rank))
+                self._waits[process] = now_s, 2 * wait_s
 
 
-def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str, str] | None:
+def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str | None, str]:
     """Why the shim and the plugin see nothing of a process; "" where they may, or the process cannot be looked at.
 
-    None: it is too early to tell.
+    None for the shim: it is too early to tell.
     """
     folder = PROC / str(process.pid)
     try:
@@ -106,8 +107,7 @@ def why_unseen(process: ProcessId, records: NcclRecords) -> tuple[str, str] | No
     if not _has(mapped, *_TORCH):  # a double: no NCCL is called
         return "", ""
     environ = dict(word.split("=", 1) for word in words if "=" in word)
-    of_shim = _of_shim(records, mapped, environ)
-    return (of_shim, _of_plugin(environ)) if of_shim is not None else None
+    return _of_shim(records, mapped, environ), _of_plugin(environ)
 
 
 def _has(mapped: list[str], *names: str) -> bool:

@@ -8,6 +8,8 @@ it is profiled, and named where its peers of the same pipeline stage were faster
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from statistics import median
 
 from keepstep.control.cluster import Cluster
 from keepstep.core.finding import Finding
@@ -17,12 +19,16 @@ from keepstep.core.summary import IterationSummary
 FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allocated, connections are made
 _SIXTH = 5  # the step from which on ranks are compared
 LEAST_STEPS = 3  # slow steps on end that a verdict needs
+MILD_STEPS = (
+    6  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
+)
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
 _MOST_LOOKS = 8  # profiles that are asked for in one incarnation
 _MOST_MILD = 3  # profiles for ranks that are not slow enough to be named by the host's times
 _RATIO = 1.4  # own time of a slow rank over that of its peers
-_RATIO_ON_DEVICE = 1.2  # least such ratio where all times are the GPUs', which busy hosts do not disturb
+_RATIO_ON_DEVICE = 1.2  # the same by the times of a GPU that did not wait for its host
+_WELL_AHEAD = 0.5  # part of a rank's own time by which a host is ahead that does not keep its GPU waiting
 _SHARE = 0.2  # part of an iteration that a slow rank must cost
 
 
@@ -63,7 +69,7 @@ class EarlySlowness:
         mild = worst.self_s < _RATIO * usual_s
         if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
             return None
-        if mild and self._mild >= _MOST_MILD:
+        if mild and (self._mild >= _MOST_MILD or step < self._first + FIRST_STEPS + MILD_STEPS):
             return None
         self._looks, self._mild = self._looks + 1, self._mild + mild
         return Finding(
@@ -78,35 +84,54 @@ class EarlySlowness:
         )
 
 
-def least_ratio(rows: Sequence[IterationSummary]) -> float:
-    """How much slower than its peers a rank has to be that is named by these iterations."""
-    return _RATIO_ON_DEVICE if all(row.ahead_s >= 0 for row in rows) else _RATIO
+def least_ratio(rows: Sequence[IterationSummary], rank: int) -> float:
+    """How much slower than its peers a rank has to be that is named by these iterations.
+
+    The times of a GPU hold whatever keeps it waiting, its host's delays, too: they are steadier than a busy host's only
+    where that host was well ahead of it.
+    """
+    from keepstep.core.iteration_table import table_of
+
+    table = table_of(rows)
+    its = table.where(table.column("rank") == rank)
+    ahead_s, own_s = its.column("ahead_s"), its.column("self_s")
+    is_ahead = len(its) > 0 and ahead_s.min() >= 0 and median(ahead_s) >= _WELL_AHEAD * median(own_s)
+    return _RATIO_ON_DEVICE if is_ahead else _RATIO
 
 
-def slow_since(rows: Sequence[IterationSummary], rank: int, ratio: float = _RATIO) -> int | None:
+def slow_since(rows: Sequence[IterationSummary], rank: int) -> int | None:
     """The step from which on a rank was slower than its peers in every step; None: not for so long as a verdict needs.
 
     ``rows``: the iterations of an incarnation from its first one on.
     """
-    own: dict[int, list[float]] = {}
-    its: dict[int, float] = {}
+    from keepstep.core.iteration_table import between
+
+    first = min((row.step for row in rows), default=0)
+    by_step: dict[int, list[IterationSummary]] = {}
     for row in rows:
-        own.setdefault(row.step, []).append(row.self_s)
-        if row.rank == rank:
-            its[row.step] = row.self_s
-    most = max(map(len, own.values()), default=0)
-    steps = sorted(step for step in its if len(own[step]) == most)
-    since = None
-    slow = 0
-    for step in reversed(steps):
-        usual_s = sorted(own[step])[(most - 1) // 2]
-        if its[step] < ratio * usual_s:
-            break
-        since, slow = step, slow + 1
-    return since if slow >= LEAST_STEPS else None
+        by_step.setdefault(row.step, []).append(row)
+    most = max(map(len, by_step.values()), default=0)
+    told: list[
+        tuple[IterationSummary, float]
+    ] = []  # its steps, and what they took its peers, the newest first
+    for _, its in sorted(by_step.items(), reverse=True):
+        own = [row for row in its if row.rank == rank]
+        if own and len(its) == most:
+            told.append((own[0], sorted(row.self_s for row in its)[(most - 1) // 2]))
+    slow = list(takewhile(lambda one: one[0].self_s >= _RATIO * one[1], told))
+    if len(slow) >= LEAST_STEPS:
+        return slow[-1][0].step
+    ratio = least_ratio(between(rows, first + FIRST_STEPS, 1 << 31), rank)
+    slow = list(takewhile(lambda one: one[0].self_s >= ratio * one[1], told))
+    if len(slow) < MILD_STEPS:
+        return None
+    cost_s = median(row.self_s - usual_s for row, usual_s in slow)
+    return slow[-1][0].step if cost_s >= _SHARE * median(row.duration_s for row, _ in slow) else None
 
 
-def names_for_sure(diagnosis: Diagnosis, ratio: float = _RATIO) -> bool:
-    """Whether a diagnosis against peers names ranks, and these were slow enough."""
-    named = diagnosis.culprits
-    return bool(named) and all(one.rank is not None and one.slowdown >= ratio for one in named)
+def names_for_sure(diagnosis: Diagnosis, rows: Sequence[IterationSummary]) -> bool:
+    """Whether a diagnosis against peers, by ``rows``, names ranks, and these were slow enough."""
+    named = [(one.rank, one.slowdown) for one in diagnosis.culprits]
+    return bool(named) and all(
+        rank is not None and slowdown >= least_ratio(rows, rank) for rank, slowdown in named
+    )

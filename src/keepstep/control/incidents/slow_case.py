@@ -20,7 +20,6 @@ from keepstep.control.incidents.case import (
 )
 from keepstep.control.incidents.early_slowness import (
     FIRST_STEPS,
-    least_ratio,
     names_for_sure,
     slow_since,
 )
@@ -28,9 +27,12 @@ from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
     is_block,
+    job_pace_s,
     lost_s,
     measured_culprits,
+    middle_s,
     newest_pace_s,
+    ratios_of,
     suspects_of,
     with_measured,
 )
@@ -76,6 +78,7 @@ class SlowCase(Case):
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
+        self._taken: list[Finding] = []  # what agents have found while peers were the measure
         self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()
         self._onsets: Counter[int] = Counter()
@@ -120,9 +123,11 @@ class SlowCase(Case):
 
     def found(self, finding: Finding, now_s: float) -> None:
         """Take one more slow rank into the case; the first one begins the profiling."""
+        first = not self._slow
+        if self.early and not first and len(self._taken) < _MOST_ONSETS:
+            self._taken.append(finding)
         if finding.rank in self._slow:
             return
-        first = not self._slow
         self._slow[finding.rank] = finding.onset_step
         self._relieved.discard(finding.rank)
         if len(self._onsets) < _MOST_ONSETS:
@@ -134,6 +139,10 @@ class SlowCase(Case):
             self._detected_step = finding.step
             self._noticed = Event("noticed", self._desk.unix_s(now_s), finding.step)
             self._ask(now_s)
+
+    def given_back(self) -> list[Finding]:
+        """What agents found while this case compared peers, if that has named nobody: other cases are to take it."""
+        return self._taken if self.closed and self.incident is None else []
 
     def relieved_by(self, finding: Finding) -> bool:
         """Whether a ``relief`` finding ends this slowdown: the rank is back below the mean of both paces."""
@@ -187,7 +196,7 @@ class SlowCase(Case):
         onset = self.onset_step
         rows = iterations_of(answers)
         if self._checks_relief:
-            self._checks_relief, pace_s = False, _pace(rows)
+            self._checks_relief, pace_s = False, job_pace_s(rows)
             if pace_s is not None and self._before and pace_s < self._middle_pace_s():
                 self._close(_middle(self._relief_steps), now_s)
             return
@@ -223,8 +232,7 @@ class SlowCase(Case):
         from keepstep.core.iteration_table import between
 
         first = min((row.step for row in rows), default=0)
-        ratio = least_ratio([row for row in rows if row.step >= first + FIRST_STEPS])
-        since = slow_since(rows, next(iter(self._slow), -1), ratio)
+        since = slow_since(rows, next(iter(self._slow), -1))
         if since is None and self.incident is None:
             self.closed = True
             return
@@ -320,14 +328,14 @@ class SlowCase(Case):
         self.question = self._desk.agents.ask_profiles(_middle(self._relief_steps), last, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
-        grown = _ratios(before, after, "duration_s")
+        grown = ratios_of(before, after, "duration_s")
         if not grown:
             return self._many()
         felt = median(grown.values())
         if felt >= _CONFIRM_RATIO:
             return True
-        selves = _ratios(before, after, "self_s")
-        if felt >= _ABSORBED_RATIO and all(selves.get(rank, 0.0) >= _SELF_RATIO for rank in self._slow):
+        selves = ratios_of(before, after, "self_s") if felt >= _ABSORBED_RATIO else {}
+        if self._slow and all(selves.get(rank, 0.0) >= _SELF_RATIO for rank in self._slow):
             return True
         own = [grown[rank] for rank in self._slow if rank in grown]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
@@ -341,11 +349,12 @@ class SlowCase(Case):
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(evidence)
-        is_named = self._waits_recorded and names_for_sure(diagnosis, least_ratio(after))
-        if self.early and self.incident is None and not is_named:
-            self.closed = True
-            return
-        before_s, after_s = _pace(before) or _middle_s(self._before), _pace(after) or _middle_s(self._after)
+        if self.early and self.incident is None:
+            self.closed = not (self._waits_recorded and names_for_sure(diagnosis, after))
+            if self.closed:
+                return
+        before_s = job_pace_s(before) or middle_s(self._before)
+        after_s = job_pace_s(after) or middle_s(self._after)
         if not self._validated and _firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0
             self._suspects = suspects_of(desk.cluster, after, diagnosis.culprits, slowdown_s)
@@ -402,7 +411,7 @@ class SlowCase(Case):
 
     def _transient(self, now_s: float) -> Incident:
         """The incident of a slowdown that was over before it could be profiled."""
-        before_s, after_s = _middle_s(self._before), _middle_s(self._after)
+        before_s, after_s = middle_s(self._before), middle_s(self._after)
         return new_incident(
             self._desk,
             "slow",
@@ -466,25 +475,6 @@ def _firmness(culprits: Sequence[Culprit]) -> int:
     return 1 + ("low", "medium", "high").index(culprits[0].confidence)
 
 
-def _pace(rows: Sequence[IterationSummary]) -> float | None:
-    """The median over all ranks of each rank's median iteration time."""
-    from keepstep.core.iteration_table import medians
-
-    return median(medians(rows, "duration_s").values()) if len(rows) else None
-
-
-def _ratios(
-    before: Sequence[IterationSummary], after: Sequence[IterationSummary], field: str
-) -> dict[int, float]:
-    """How many times as long iterations, or their time in ``field``, take after the onset as before it, by rank."""
-    from keepstep.core.iteration_table import medians
-
-    if not len(before) or not len(after):
-        return {}
-    old, new = medians(before, field), medians(after, field)
-    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
-
-
 def _middle(steps: Counter[int]) -> int:
     """The median of counted steps; -1 for none."""
     half, seen = sum(steps.values()) / 2, 0
@@ -493,8 +483,3 @@ def _middle(steps: Counter[int]) -> int:
         if seen >= half:
             return step
     return -1
-
-
-def _middle_s(times: Sequence[float]) -> float | None:
-    """The median of some times; None without any."""
-    return median(times) if times else None

@@ -90,3 +90,27 @@ def newest_pace_s(cluster: Cluster) -> float | None:
         if node.beat is not None and not node.silent:
             times += [one.iteration_s for one in node.beat.ranks[:1] if one.iteration_s > 0]
     return median(times) if times else None
+
+
+def job_pace_s(rows: Sequence[IterationSummary]) -> float | None:
+    """The median over all ranks of each rank's median iteration time; None without iterations."""
+    from keepstep.core.iteration_table import medians
+
+    return median(medians(rows, "duration_s").values()) if len(rows) else None
+
+
+def ratios_of(
+    before: Sequence[IterationSummary], after: Sequence[IterationSummary], field: str
+) -> dict[int, float]:
+    """How many times as long iterations, or their time in ``field``, take after the onset as before it, by rank."""
+    from keepstep.core.iteration_table import medians
+
+    if not len(before) or not len(after):
+        return {}
+    old, new = medians(before, field), medians(after, field)
+    return {rank: new[rank] / old[rank] for rank in old if rank in new and old[rank] > 0}
+
+
+def middle_s(times: Sequence[float]) -> float | None:
+    """The median of some times; None without any."""
+    return median(times) if times else None

@@ -141,6 +141,17 @@ def test_of_a_long_dump_the_newest_calls_are_read_and_the_last_of_each_group() -
     }
 
 
+def test_when_the_device_moved_last_is_known_though_torch_has_put_little_away() -> None:
+    """Torch puts calls away about once a second; what it has not, has the time of the dump."""
+    ended = {"time_discovered_completed_ns": 5}
+    done = [entry(seq, **ended) for seq in range(1, 200)]
+    not_away = [entry(seq, state="completed", retired=False) for seq in range(200, 300)]
+    open_calls = [entry(seq, **OPEN) for seq in range(300, 400)]
+    config = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
+    dump = {"version": "2.10", "entries": [*done, *not_away, *open_calls], "pg_config": config}
+    assert parse_newest(json.dumps(dump).encode(), 0).moved_ns == 5
+
+
 LOOKED = {"time_discovered_started_ns": 1, "time_discovered_completed_ns": 2}
 
 

@@ -50,6 +50,22 @@ def test_calls_are_counted_once_though_both_record_them(ring: int) -> None:
     assert HostRing(ring).calls() == 5
 
 
+def test_a_communicator_that_takes_a_number_out_of_order_is_known_as_the_shims(ring: int) -> None:
+    """Places in the ring's table are given again, so that number 1,027 may come before 1,026."""
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    group = probe.group("0", [0, 1], "cuda:nccl", "default")
+    made = [shim.group(f"nccl-{number}", [0, 1], "nccl", "rank 0 of 2") for number in range(1023)]
+    reader, numbers = HostRing(ring), []
+    for old in (made[5], made[4]):
+        shim.retire(old)
+        numbers.append(shim.group(f"again-{old}", [0, 1], "nccl", "rank 0 of 2"))
+        shim.start(COLLECTIVE, ALLREDUCE, numbers[-1], -1, 8, ENQUEUED, 0)()
+        probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0)()
+        assert reader.streams()["group"].tolist() == [group]
+    assert numbers[0] > numbers[1] > max(made)
+    assert reader.calls() == 2
+
+
 def test_the_last_calls_are_the_probes_and_are_read_anew_only_after_progress(ring: int) -> None:
     probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
     communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")

@@ -88,7 +88,7 @@ def test_a_plugin_slot_that_is_taken(start: Start, tmp_path: Path) -> None:
     assert plugin(NCCL_CONF_FILE=str(file)) == ""
 
 
-def test_a_process_is_looked_at_once_and_after_some_seconds(start: Start) -> None:
+def test_a_process_is_looked_at_after_some_seconds(start: Start) -> None:
     sensor, asked = UnseenNccl(), []
 
     def records(rank: int) -> NcclRecords:
@@ -107,8 +107,19 @@ def test_a_process_is_looked_at_once_and_after_some_seconds(start: Start) -> Non
 def test_a_job_that_is_slow_to_make_its_first_communicator_is_not_said_to_be_unseen(start: Start) -> None:
     sensor, process = UnseenNccl(), {0: start(TORCH, NCCL, SHIM, **GIVEN)}
     early = NcclRecords(calls=False, seen=False)
-    assert why_unseen(process[0], early) is None
+    asked: list[int] = []
     for second in range(100):
-        assert sensor.lines(second, "one", process, lambda _: early) == []
-    lines = [sensor.lines(second, "one", process, lambda _: UNSEEN) for second in range(100, 120)]
+        assert sensor.lines(second, "one", process, lambda rank: asked.append(rank) or early) == []
+    assert len(asked) == 3, "after 10, 30 and 70 s"
+    lines = [sensor.lines(second, "one", process, lambda _: UNSEEN) for second in range(100, 160)]
     assert lines[-1][0].startswith(f"rank 0 on one: {BEGIN}they pass by")
+
+
+def test_a_plugin_slot_that_is_taken_is_told_before_the_first_communicator(start: Start) -> None:
+    process = start(TORCH, NCCL, SHIM, KEEPSTEP_LINKS="/proc/1/fd/3", **{PLUGIN: "ncclprof"})
+    early = NcclRecords(calls=False, seen=False)
+    shim, plugin = why_unseen(process, early)
+    assert shim is None
+    sensor = UnseenNccl()
+    lines = [sensor.lines(second, "one", {0: process}, lambda _: early) for second in range(20)]
+    assert lines[-1] == [f"rank 0 on one: {plugin}"]

@@ -9,7 +9,6 @@ import pytest
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.early_slowness import (
     EarlySlowness,
-    least_ratio,
     names_for_sure,
     slow_since,
 )
@@ -73,8 +72,7 @@ def test_a_rank_that_is_slower_by_less_is_looked_at_a_few_times() -> None:
     assert [rank for _, rank in play(lambda rank, step: 1.3 if rank == 3 else 1.0)] == [3, 3, 3]
 
 
-def rows(own: Own, steps: int = 12, ranks: int = 4, *, on_device: bool = False) -> list[IterationSummary]:
-    ahead_s = 1.0 if on_device else -1.0
+def rows(own: Own, steps: int = 12, ranks: int = 4, *, ahead_s: float = -1.0) -> list[IterationSummary]:
     return [
         IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1, ahead_s=ahead_s)
         for step in range(steps)
@@ -98,14 +96,30 @@ def test_steps_that_not_all_ranks_have_told_do_not_count() -> None:
 
 
 def test_links_and_ranks_that_are_hardly_slower_are_not_named() -> None:
-    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.9),)))
-    assert not names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.2),)))
-    assert not names_for_sure(Diagnosis("slow"))
+    alike = rows(lambda rank, step: 0.4)
+    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.9),)), alike)
+    assert not names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.2),)), alike)
+    assert not names_for_sure(Diagnosis("slow"), alike)
 
 
-def test_the_times_of_gpus_name_a_rank_that_is_less_slow() -> None:
-    mild: Own = lambda rank, step: 0.52 if rank == 2 else 0.4  # noqa: E731
-    on_device = rows(mild, on_device=True)
-    assert slow_since(on_device, 2, least_ratio(on_device)) == 0
-    assert slow_since(rows(mild), 2, least_ratio(rows(mild))) is None
-    assert least_ratio([*on_device, *rows(mild)]) == least_ratio(rows(mild))
+def test_the_times_of_a_gpu_name_a_rank_that_is_less_slow() -> None:
+    mild: Own = lambda rank, step: 1.3 if rank == 2 else 1.0  # noqa: E731
+    well_ahead = rows(mild, ahead_s=0.9)
+    assert slow_since(well_ahead, 2) == 0
+    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.3),)), well_ahead)
+
+
+def test_a_gpu_that_waits_for_its_host_is_measured_as_hosts_are() -> None:
+    mild: Own = lambda rank, step: 1.3 if rank == 2 else 1.0  # noqa: E731
+    assert slow_since(rows(mild), 2) is None
+    assert slow_since(rows(mild, ahead_s=0.1), 2) is None
+    assert slow_since([*rows(mild, ahead_s=0.9), *rows(mild, steps=4)], 2) is None
+    assert slow_since(rows(lambda rank, step: 1.5 if rank == 2 else 1.0, ahead_s=0.1), 2) == 0
+
+
+def test_a_rank_that_is_less_slow_has_to_be_so_for_longer_and_at_a_cost() -> None:
+    for since, onset in ((6, 6), (7, None)):
+        own: Own = lambda rank, step, since=since: 1.3 if rank == 2 and step >= since else 1.0  # noqa: E731
+        assert slow_since(rows(own, ahead_s=0.9), 2) == onset
+    hardly: Own = lambda rank, step: 0.52 if rank == 2 else 0.4  # noqa: E731
+    assert slow_since(rows(hardly, ahead_s=0.9), 2) is None
