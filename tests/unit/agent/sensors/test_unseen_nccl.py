@@ -19,9 +19,9 @@ BEGIN = "NCCL's calls are not seen, so a slow GPU is not told from a slow host: 
 
 
 def told(process: ProcessId, records: NcclRecords) -> tuple[str, str]:
-    found = why_unseen(process, records)
-    assert found is not None
-    return found
+    shim, plugin = why_unseen(process, records)
+    assert shim is not None
+    return shim, plugin
 
 
 def test_a_job_that_is_seen_or_has_no_nccl_is_not_spoken_of(start: Start) -> None:
