@@ -181,15 +181,22 @@ auto with_file(nb::handle where, int flags, Use use) {
   }
 }
 
-nb::tuple poll(ring::Reader& reader) {
+nb::tuple poll(ring::Reader& reader, std::uint16_t apart, std::uint16_t kept) {
   ring::Progress progress;
+  std::vector<ring::Record> others;
   {
     nb::gil_scoped_release others_run;
     progress = reader.poll();
+    if (apart != 0) {
+      const auto is_apart = [apart](const ring::Record& record) { return (record.flags & apart) != 0; };
+      for (const ring::Record& record : progress.finished)
+        if (is_apart(record) && (record.flags & kept) != 0) others.push_back(record);
+      for (std::vector<ring::Record>* records : {&progress.started, &progress.finished})
+        records->erase(std::remove_if(records->begin(), records->end(), is_apart), records->end());
+    }
   }
-  return nb::make_tuple(progress.started.empty() ? nb::none() : packed(progress.started),
-                        progress.finished.empty() ? nb::none() : packed(progress.finished), progress.lost,
-                        progress.unfinished);
+  const auto rows = [](const std::vector<ring::Record>& records) { return records.empty() ? nb::none() : packed(records); };
+  return nb::make_tuple(rows(progress.started), rows(progress.finished), progress.lost, progress.unfinished, rows(others));
 }
 
 nb::object snapshot(const ring::Reader& reader, bool only_in_flight) {
@@ -296,7 +303,7 @@ NB_MODULE(_native, m) {
             with_file(where, O_RDONLY, [&](const ring::File& file) { new (self) ring::Reader(file); });
           },
           nb::arg("where"))
-      .def("poll", &poll)
+      .def("poll", &poll, nb::arg("apart") = 0, nb::arg("kept") = 0)
       .def("snapshot", &snapshot, nb::arg("only_in_flight"))
       .def("streams", [](const ring::Reader& reader) { return packed(reader.streams()); })
       .def("groups", &groups)

@@ -20,7 +20,7 @@ from itertools import islice, takewhile
 from statistics import NormalDist, median
 from typing import Literal
 
-from keepstep.detect.noise import Correlation, SortedWindow
+from keepstep.detect.noise import Correlation, SortedWindow, inflation
 
 ChangeKind = Literal["onset", "relief", "drift"]
 
@@ -96,7 +96,9 @@ class ChangePointDetector:
         self._warmup = warmup
         self._min_change = min_change
         self._scale = 0.0
+        # By length, as far as they were asked for since the scale was last computed; 0: of the level.
         self._inflation: dict[int, float] = {}
+        self._rates = (0.0, 0.0)
         self._healthy = math.inf
         self._index = -1
         self._recent: deque[tuple[int, float]] = deque(maxlen=2 * _REACH)
@@ -187,11 +189,11 @@ class ChangePointDetector:
         reach = 3 * (values[-1 - quarter] - values[quarter]) / 1.349
         square = reach * reach
         self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
-        self._inflation = {length: self._correlation.inflation(length) for length, _ in _TESTS}
-        self._inflation[0] = self._correlation.inflation(len(self._level))
+        self._rates = self._correlation.rates()
+        self._inflation = {0: inflation(self._rates, len(self._level))}
         calm = 0.25 * self._min_change * self._anchor
         if len(self._recent) >= _DRIFT and abs(self._recent_level() - self._anchor) <= calm:
-            self._calm_error = 1.25 * self._scale * math.sqrt(self._correlation.inflation(_DRIFT))
+            self._calm_error = 1.25 * self._scale * math.sqrt(inflation(self._rates, _DRIFT))
 
     def _tail(self, z: float, upward: bool) -> float:
         """The distance from the level that healthy iterations pass as rarely as a normal one passes ``z`` sigma."""
@@ -229,6 +231,8 @@ class ChangePointDetector:
             if sum(run) <= floor * length:
                 continue
             z_needed = min(_Z, _RELIEF_Z) if sum(run) > halfway * length > 0 else _Z
+            if length not in self._inflation:  # most iterations ask for none
+                self._inflation[length] = inflation(self._rates, length)
             noise = math.sqrt(self._inflation[length] / length + 1.57 * self._inflation[0] / count)
             needed = max(floor, self._tail(z_needed * noise, sign > 0))
             if z_needed == _Z:
@@ -282,7 +286,7 @@ class ChangePointDetector:
         if ratio != 1.0:
             self._residuals.scale(ratio)
             self._scale *= ratio
-        self._inflation[0] = self._correlation.inflation(len(self._level))
+        self._inflation[0] = inflation(self._correlation.rates(), len(self._level))
         self._recent.clear()
         self._recent.extend(taken)
         self._last_residuals = (0.0, 0.0)

@@ -71,21 +71,26 @@ class Correlation:
         self._square += (score * score - self._square) * weight
         self._scores.append(score)
 
-    def inflation(self, length: int) -> float:
-        """How much more the mean of ``length`` residuals varies than if they were independent.
-
-        The correlation is taken to fall geometrically, at the slower of the rates that lag 1 alone and the two lags
-        together show: white noise on top of a slow wander hides in lag 1.
-        """
+    def rates(self) -> tuple[float, float]:
+        """How the correlation falls from lag to lag: as lag 1 alone shows it, and as the two lags together do."""
         margin = 0.5 / math.sqrt(self._count + 5)
         near = min(0.97, self._near / self._square + margin)
         if near <= 0:
-            return 1.0
+            return 0.0, 0.0
         far = self._far / self._square - 1.0 / math.sqrt(self._count + 5)
-        slow = min(0.99, (far / near) ** (1 / (_FAR - 1))) if far > 0 else 0.0
-        total, quick, lasting = 0.0, near, near
-        for lag in range(1, length):
-            total += (1 - lag / length) * max(quick, lasting)
-            quick *= near
-            lasting *= slow
-        return 1 + 2 * total
+        return near, min(0.99, (far / near) ** (1 / (_FAR - 1))) if far > 0 else 0.0
+
+
+def inflation(rates: tuple[float, float], length: int) -> float:
+    """How much more the mean of ``length`` residuals varies than if they were independent.
+
+    The correlation is taken to fall geometrically, at the slower of two ``rates`` (`Correlation.rates`): white noise on
+    top of a slow wander hides in lag 1.
+    """
+    near, slow = rates
+    total, quick, lasting = 0.0, near, near
+    for lag in range(1, length):
+        total += (1 - lag / length) * max(quick, lasting)
+        quick *= near
+        lasting *= slow
+    return 1 + 2 * total

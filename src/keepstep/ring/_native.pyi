@@ -90,7 +90,15 @@ class Reader:
     """The scans behind ``keepstep.ring.RingReader``."""
 
     def __init__(self, where: str | os.PathLike[str] | int) -> None: ...
-    def poll(self) -> tuple[bytearray | None, bytearray | None, int, int]: ...
+    def poll(
+        self, apart: int = 0, kept: int = 0
+    ) -> tuple[bytearray | None, bytearray | None, int, int, bytearray | None]:
+        """What has begun and what has ended, how much is lost, how much never ended, and what is ``apart``.
+
+        ``apart``: records with such a flag are left out; those of them that have ended with a flag of ``kept`` come
+        last.
+        """
+
     def snapshot(self, only_in_flight: bool) -> bytearray: ...
     def streams(self) -> bytearray: ...
     def groups(self) -> list[tuple[str, tuple[int, ...], str, str] | None]: ...

@@ -93,8 +93,15 @@ class RingReader:
         Each record comes once in ``started`` and, when it has ended, once in ``finished``. Costs time in proportion to
         what is new. Records come in ticket order, except those that a slow thread was still writing at the last poll.
         """
-        started, finished, lost, unfinished = self._native.poll()
-        return Batch(_records(started), _records(finished), lost, unfinished)
+        return self.poll_apart(0, 0)[0]
+
+    def poll_apart(self, apart: int, kept: int) -> tuple[Batch, Rows]:
+        """As `poll`, without the records that have one of the flags of ``apart``.
+
+        Also returns those of them that have ended with a flag of ``kept`` (RECORD).
+        """
+        started, finished, lost, unfinished, others = self._native.poll(apart, kept)
+        return Batch(_records(started), _records(finished), lost, unfinished), _records(others)
 
     def snapshot(self) -> Rows:
         """All valid records now, in ticket order (RECORD)."""

@@ -111,13 +111,25 @@ class Reader:
         """See ``_native``."""
         return self._live and claim_lives(self._word(CLAIM))
 
-    def poll(self) -> tuple[bytearray | None, bytearray | None, int, int]:
+    def poll(
+        self, apart: int = 0, kept: int = 0
+    ) -> tuple[bytearray | None, bytearray | None, int, int, bytearray | None]:
         """See ``_native``."""
+        started, finished, lost, unfinished = self._poll()
+        told = (
+            [row for row in started if not _flags_of(row) & apart],
+            [row for row in finished if not _flags_of(row) & apart],
+            [row for row in finished if _flags_of(row) & apart and _flags_of(row) & kept],
+        )
+        begun, ended, others = [bytearray().join(rows) or None for rows in told]
+        return begun, ended, lost, unfinished, others
+
+    def _poll(self) -> tuple[list[bytes], list[bytes], int, int]:
         with self._guard:
             lost = unfinished = 0
             epoch = self._word(EPOCH)
             if epoch & 1:
-                return None, None, 0, 0
+                return [], [], 0, 0
             if (
                 epoch != self._epoch
             ):  # a new process took the ring: what was not read of the old one's is gone
@@ -137,8 +149,7 @@ class Reader:
                 self._cursor = oldest
             lost += self._take(range(self._cursor, after), after, started, finished)
             self._cursor = max(self._cursor, after)
-            told = [bytearray().join(rows) or None for rows in (started, finished)]
-            return told[0], told[1], lost, unfinished
+            return started, finished, lost, unfinished
 
     def _revisited(self, pending: list[int]) -> tuple[list[bytes], list[int], int]:
         rows, _ = self._read(pending)
@@ -310,6 +321,10 @@ def _checks(
 
 def _signed(half: int) -> int:
     return half - (1 << 32) if half >> 31 else half
+
+
+def _flags_of(row: bytes) -> int:
+    return int(np.frombuffer(row, RECORD)["flags"][0])
 
 
 def _taken(blob: bytes, at: int) -> tuple[bytes, int] | None:

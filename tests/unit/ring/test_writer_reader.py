@@ -28,8 +28,8 @@ def writer(ring_fd: int) -> RingWriter:
     return RingWriter(ring_fd, rank=3, world_size=8, incarnation=2)
 
 
-def begin(writer: RingWriter, group: int = 0, nbytes: int = 0) -> Operation:
-    return writer.start(Kind.COLLECTIVE, Op.ALLREDUCE, group, -1, nbytes, Flag.NONE, 0)
+def begin(writer: RingWriter, group: int = 0, nbytes: int = 0, flags: Flag = Flag.NONE) -> Operation:
+    return writer.start(Kind.COLLECTIVE, Op.ALLREDUCE, group, -1, nbytes, flags, 0)
 
 
 def test_every_field_comes_out_as_it_went_in(ring_fd: int, writer: RingWriter) -> None:
@@ -120,6 +120,17 @@ def test_sequence_numbers_are_per_group_peer_and_direction(writer: RingWriter, r
         (1, Kind.P2P, 5, Op.SEND, 1, 0),
         (2, Kind.COLLECTIVE, -1, Op.ALLREDUCE, 1, 0),
     ]
+
+
+def test_records_with_a_flag_come_apart(ring_fd: int, writer: RingWriter) -> None:
+    reader = RingReader(ring_fd)
+    for flags in (Flag.NONE, Flag.ENQUEUED, Flag.ENQUEUED | Flag.TIMED, Flag.ASYNC):
+        begin(writer, nbytes=int(flags), flags=flags)()
+    begin(writer, nbytes=7, flags=Flag.ENQUEUED | Flag.TIMED)
+    batch, timed = reader.poll_apart(Flag.ENQUEUED, Flag.TIMED)
+    assert batch.started["bytes"].tolist() == batch.finished["bytes"].tolist() == [0, Flag.ASYNC]
+    assert timed["bytes"].tolist() == [Flag.ENQUEUED | Flag.TIMED]
+    assert (batch.lost, batch.unfinished) == (0, 0)
 
 
 def test_a_full_ring_overwrites_the_oldest_and_a_slow_reader_counts_them(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.event_buffer import Rows, joined
+from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
 from keepstep.core.events import Flag, Kind, Op
 from keepstep.core.summary import ClockSample, GroupInfo
 
@@ -78,7 +78,7 @@ class ClockSampler:
         known = (group >= 0) & (group < len(self._mask)) & (kinds != _PHASE)
         place = np.where(known, group, 0)
         useful = np.where(kinds == _P2P, self._p2p[place], self._collective[place])
-        picked = finished[known & useful & ((finished["seq"] & self._mask[place]) == 0)]
+        picked = chosen(finished, known & useful & ((finished["seq"] & self._mask[place]) == 0))
         fields: list[tuple[int, ...]] = picked[
             ["group", "op", "peer", "seq", "start_ns", "end_ns", "kind", "flags"]
         ].tolist()

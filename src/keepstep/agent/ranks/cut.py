@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import Times, Union, clipped
 
 
@@ -56,7 +56,7 @@ class Cut:
             inside = (starts < end_ns) & ((starts >= start_ns) | (ends == 0) | (ends > start_ns))
             pauses = Union(*clipped(self.pauses.starts, self.pauses.ends, start_ns, end_ns))
             found.append(
-                Cut(step, start_ns, end_ns, self.rows[inside], pauses, checkpoint_ns=pauses.total_ns)
+                Cut(step, start_ns, end_ns, chosen(self.rows, inside), pauses, checkpoint_ns=pauses.total_ns)
             )
             start_ns = end_ns
         return found

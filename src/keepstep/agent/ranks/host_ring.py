@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from keepstep.agent.ranks.event_buffer import chosen
 from keepstep.agent.ranks.last_calls import LastCalls, last_calls
 from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.events import SET_UP, Flag, Kind, Life
@@ -41,9 +44,8 @@ class HostRing(RingReader):
         return self._calls[1]
 
     def poll(self) -> Batch:
-        batch = super().poll()
-        self.measured = batch.finished[(batch.finished["flags"] & _TIMED) != 0]
-        return Batch(_judged(batch.started), _judged(batch.finished), batch.lost, batch.unfinished)
+        batch, self.measured = self.poll_apart(_ENQUEUED, _TIMED)
+        return batch
 
     def snapshot(self) -> Any:
         return _judged(super().snapshot())
@@ -64,7 +66,7 @@ class HostRing(RingReader):
         rows: Any = super().streams()
         used: list[int] = rows["group"].tolist()
         shims = self._shims_among(used)
-        return rows[[not shims.get(group, False) for group in used]]
+        return chosen(rows, np.array([not shims.get(group, False) for group in used], np.bool_))
 
     def calls(self) -> int:
         """How many operations the rank has called, as far as is known.
@@ -123,4 +125,4 @@ def save_rings(readers: Mapping[int, HostRing], folder: Path) -> tuple[int, bool
 
 def _judged(rows: Any) -> Any:
     enqueued = (rows["flags"] & _ENQUEUED) != 0
-    return rows[~enqueued] if enqueued.any() else rows
+    return chosen(rows, ~enqueued) if enqueued.any() else rows

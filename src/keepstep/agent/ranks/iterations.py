@@ -11,10 +11,11 @@ from __future__ import annotations
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from keepstep.agent.ranks.custom import CustomLoop
 from keepstep.agent.ranks.cut import Cut
-from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, chosen, is_symbol, symbols
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.marked_pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.markers import StepMarkers
@@ -165,7 +166,7 @@ class IterationCutter:
             self._last_ended = int(codes[np.where(told, ends, -1).argmax()])
         for ticket in tickets.tolist():
             self._open.pop(ticket, None)
-        steps = finished[place[codes == _OPTIMIZER]]
+        steps = chosen(finished, place[codes == _OPTIMIZER])
         if not len(steps):
             return
         self._seen_optimizer = True
@@ -219,7 +220,7 @@ class IterationCutter:
         end_ns = max(marker.end_ns for marker in taken)
         last = taken[-1]
         rows = self._buffer.gather()
-        begun = rows[rows["start_ns"] < end_ns]
+        begun = chosen(rows, rows["start_ns"] < end_ns)
         start_ns = self._edge_ns if self._edge_ns is not None else _first_activity(begun, end_ns)
         found = self._without_pauses(begun, start_ns, end_ns, taken)
         step, follows = self._number(taken)
@@ -228,7 +229,7 @@ class IterationCutter:
         self._edge_ns, self._edge_number, self._edge_ticket = end_ns, last.number, last.ticket
         self._whole = True
         self._buffer.drop_before(end_ns)
-        self._count_passes(rows[rows["start_ns"] >= end_ns])
+        self._count_passes(chosen(rows, rows["start_ns"] >= end_ns))
         before = self._numbering()
         if self._learned.learn() and self._numbering() != before:
             self.renumbered += 1
@@ -315,7 +316,7 @@ class IterationCutter:
         if not usual or not self._whole:
             return None
         rows = self._buffer.gather()
-        begun = rows[rows["start_ns"] < end_ns]
+        begun = chosen(rows, rows["start_ns"] < end_ns)
         if self._last_pause_ns >= self._paused_before_ns:
             saved = checkpoints_in(begun, start_ns, end_ns, self._markers) if self._markers else None
             if saved is None:
@@ -336,16 +337,14 @@ class IterationCutter:
             del self._markers[:count]
             self._edge_number, self._edge_ticket = last.number, last.ticket
             rows = self._buffer.gather()
-            self._count_passes(rows[rows["start_ns"] >= cut.end_ns], cut.steps)
+            self._count_passes(chosen(rows, rows["start_ns"] >= cut.end_ns), cut.steps)
         self._edge_ns = cut.end_ns
         self._buffer.drop_before(cut.end_ns)
 
-    def _teach(self, begun: Rows, taken: list[Marker]) -> None:
+    def _teach(self, content: Rows, numbers: NDArray[np.uint64], taken: list[Marker]) -> None:
         """Tell the learner of the markers which operations and passes lie between each of them and the one before."""
         before = self._edge_ticket
-        content = begun[is_symbol(begun)]
-        tickets, numbers = content["ticket"], symbols(content)
-        backward = content["kind"] == _PHASE
+        tickets, backward = content["ticket"], content["kind"] == _PHASE
         for marker in taken:
             low, high = np.searchsorted(tickets, [before + 1, marker.ticket])
             self._learned.add(marker.number, numbers[low:high], bool(backward[low:high].any()))
@@ -371,7 +370,7 @@ class IterationCutter:
 
     def _cut_custom(self, end_ns: int, number: int) -> Cut | None:
         rows = self._buffer.gather()
-        begun, start_ns, whole = rows[rows["start_ns"] < end_ns], self._edge_ns, self._whole
+        begun, start_ns, whole = chosen(rows, rows["start_ns"] < end_ns), self._edge_ns, self._whole
         self._edge_ns, self._whole = end_ns, True
         cut = None
         if start_ns is not None and len(begun):
@@ -392,12 +391,14 @@ class IterationCutter:
             begun = outside(begun, pauses) if pauses.total_ns else begun
             going_on = [start for code, start in self._open.values() if code in PAUSES and start < end_ns]
             self._paused_before_ns = min([end_ns, *going_on])
+        content = chosen(begun, is_symbol(begun))
+        numbers, starts = symbols(content), content["start_ns"]
         if taken:
-            self._teach(begun, taken)
-        content = begun[is_symbol(begun) & (begun["start_ns"] >= start_ns)]
-        unmarked = self._usual.pause_ns(
-            symbols(content), content["start_ns"], start_ns + pauses.total_ns, end_ns
-        )
+            self._teach(content, numbers, taken)
+        fresh = starts >= start_ns
+        if not fresh.all():
+            numbers, starts = numbers[fresh], starts[fresh]
+        unmarked = self._usual.pause_ns(numbers, starts, start_ns + pauses.total_ns, end_ns)
         if unmarked:
             # It lies at the iteration's start, and lasts longer by the marked pauses inside it.
             until_ns, marked_ns = start_ns + unmarked + pauses.total_ns, pauses.total_ns
@@ -409,7 +410,7 @@ class IterationCutter:
 
 def _first_activity(rows: Rows, end_ns: int) -> int:
     """When the first iteration begins: after the start-up phase if there is one, else with the first record."""
-    startup = rows[(rows["kind"] == _PHASE) & (rows["op"] == _STARTUP)]
+    startup = chosen(rows, (rows["kind"] == _PHASE) & (rows["op"] == _STARTUP))
     if len(startup) and int(startup["end_ns"].max()) > 0:
         return min(int(startup["end_ns"].max()), end_ns)
     return int(rows["start_ns"].min()) if len(rows) else end_ns

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Union, clipped
 from keepstep.core.events import Kind, Phase
 
@@ -36,7 +36,7 @@ def pauses_in(rows: Rows, start_ns: int, end_ns: int, last: Marker | None) -> tu
     phases = rows["kind"] == _PHASE
     unions: list[Union] = []
     for code in PAUSES:
-        found = rows[phases & (rows["op"] == code)]
+        found = chosen(rows, phases & (rows["op"] == code))
         if last is not None and len(found):
             # Other threads (asynchronous checkpoints) do not pause the training. A pause around an optimizer step is
             # not real either: a model was left in eval mode.
@@ -58,7 +58,7 @@ def outside(rows: Rows, pauses: Union) -> Rows:
     starts: NDArray[np.int64] = rows["start_ns"]
     place = np.searchsorted(pauses.starts, starts, "right") - 1
     inside = (place >= 0) & (starts < pauses.ends[place])
-    return rows[~inside]
+    return chosen(rows, ~inside)
 
 
 def checkpoints_in(rows: Rows, start_ns: int, end_ns: int, markers: Sequence[Marker]) -> Union | None:
@@ -67,7 +67,7 @@ def checkpoints_in(rows: Rows, start_ns: int, end_ns: int, markers: Sequence[Mar
     ``markers``: all optimizer steps from ``start_ns`` on, at least one. A checkpoint around one of them, or one that
     goes on after ``end_ns``, may be none.
     """
-    phases = rows[(rows["kind"] == _PHASE) & (rows["thread"] == markers[0].thread)]
+    phases = chosen(rows, (rows["kind"] == _PHASE) & (rows["thread"] == markers[0].thread))
     if np.isin(phases["op"], (_EVALUATION, _HOLD)).any():
         return None
     found = phases[phases["op"] == _CHECKPOINT]

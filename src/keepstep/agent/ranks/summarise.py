@@ -19,13 +19,13 @@ was not recorded counts as waiting from the last record that its thread began be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.agent.ranks.cut import Cut
-from keepstep.agent.ranks.event_buffer import Rows
+from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary
@@ -49,9 +49,12 @@ _KINDS: tuple[tuple[BlockKind, int, int], ...] = (
 MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
-def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
+def summarise(
+    cut: Cut, rank: int, groups: Mapping[int, str], told: Collection[int] | None = None
+) -> IterationSummary:
     """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
 
+    ``told``: the groups whose streams are told; None: all.
     Of iterations that were cut together it is the last one's, with their mean times and no streams.
 
     Phase times such as ``data_s`` are own time: waits are left out, and a moment that lies in several phases counts
@@ -60,19 +63,19 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
     """
     rows = cut.rows
     communicates = rows["kind"] != _PHASE
-    operations = rows[communicates]
+    operations = chosen(rows, communicates)
     begin, until = waited(operations, cut.end_ns)
     taken = Union(*clipped(begin, until, cut.start_ns, cut.end_ns)).joined(cut.pauses)
     self_ns = cut.end_ns - cut.start_ns - taken.total_ns
     own = dict.fromkeys(_PHASES, 0)
     if len(operations) < len(rows):
-        phases = rows[~communicates]
+        phases = chosen(rows, ~communicates)
         codes = phases["op"]
         present = set(codes.tolist())
         for phase in _PHASES:
             if phase not in present:
                 continue
-            found = phases[codes == phase] if len(present) > 1 else phases
+            found = chosen(phases, codes == phase) if len(present) > 1 else phases
             ends = np.where(found["end_ns"] == 0, cut.end_ns, found["end_ns"])
             span = Union(*clipped(found["start_ns"], ends, cut.start_ns, cut.end_ns))
             own[phase] = span.less(taken)
@@ -91,7 +94,7 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
         gc_s=own[_GC] * second,
         evaluation_s=cut.evaluation_ns * second,
         checkpoint_s=cut.checkpoint_ns * second,
-        streams=_streams(operations, begin, until, cut, groups) if cut.steps == 1 else (),
+        streams=_streams_told(operations, begin, until, cut, groups, told) if cut.steps == 1 else (),
     )
 
 
@@ -107,7 +110,7 @@ def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
 
 def blocked(in_flight: Rows) -> bool:
     """Whether the rank waits in one of these operations now, and did not only begin it to wait for it later."""
-    operations = in_flight[in_flight["kind"] != _PHASE]
+    operations = chosen(in_flight, in_flight["kind"] != _PHASE)
     if not len(operations):
         return False
     flags = operations["flags"]
@@ -136,6 +139,22 @@ def streams_of(
     return _streams(operations, operations["start_ns"], operations["end_ns"], cut, names)
 
 
+def _streams_told(
+    operations: Rows,
+    begin: Times,
+    until: Times,
+    cut: Cut,
+    groups: Mapping[int, str],
+    told: Collection[int] | None,
+) -> tuple[StreamSummary, ...]:
+    if told is not None:
+        if not told:
+            return ()
+        theirs = np.isin(operations["group"], list(told))
+        operations, begin, until = chosen(operations, theirs), begin[theirs], until[theirs]
+    return _streams(operations, begin, until, cut, groups)
+
+
 def _streams(
     operations: Rows, begin: Times, until: Times, cut: Cut, groups: Mapping[int, str]
 ) -> tuple[StreamSummary, ...]:
@@ -144,14 +163,15 @@ def _streams(
     begin = _surely_blocked(operations, begin, until)
     fresh = operations["start_ns"] >= cut.start_ns
     if not fresh.all():
-        operations, begin, until = operations[fresh], begin[fresh], until[fresh]
+        operations, begin, until = chosen(operations, fresh), begin[fresh], until[fresh]
         if not len(operations):
             return ()
     key = operations["group"].astype(np.int64) << 40
     key |= operations["op"].astype(np.int64) << 32
     key |= operations["peer"].astype(np.int64) & 0xFFFFFFFF
-    order = np.argsort(key, kind="stable")
-    operations, key, begin, until = operations[order], key[order], begin[order], until[order]
+    if bool((key[1:] < key[:-1]).any()):
+        order = np.argsort(key, kind="stable")
+        operations, key, begin, until = chosen(operations, order), key[order], begin[order], until[order]
     first = np.concatenate(([0], np.flatnonzero(key[1:] != key[:-1]) + 1))
     counts = np.diff(np.concatenate((first, [len(key)])))
     starts = operations["start_ns"]
@@ -172,7 +192,7 @@ def _streams(
         sums[:2] -= origin_ns
     totals: NDArray[np.int64] = np.add.reduceat(sums, first, axis=1)
     fastest = np.minimum.reduceat(length, first)
-    heads = operations[first]
+    heads = chosen(operations, first)
     return tuple(
         StreamSummary(
             group=groups.get(group, f"?{group}"),
@@ -220,21 +240,21 @@ def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
 
 def blocks_of(cut: Cut, rank: int) -> tuple[BlockSummary, ...]:
     """The blocks of an iteration, numbered from 0 for each kind and peer; none if there are more than 4,096."""
-    rows = cut.rows[cut.rows["start_ns"] >= cut.start_ns]
-    operations = cut.rows[cut.rows["kind"] != _PHASE]
+    rows = chosen(cut.rows, cut.rows["start_ns"] >= cut.start_ns)
+    operations = chosen(cut.rows, cut.rows["kind"] != _PHASE)
     begin, until = waited(operations, cut.end_ns)
     waits = Union(*clipped(begin, until, cut.start_ns, cut.end_ns)).joined(cut.pauses)
     found: list[BlockSummary] = []
     for kind, code, op in _KINDS:
-        chosen = rows[(rows["kind"] == code) & (rows["op"] == op)]
-        if len(chosen) + len(found) > MOST_BLOCKS:
+        blocks = chosen(rows, (rows["kind"] == code) & (rows["op"] == op))
+        if len(blocks) + len(found) > MOST_BLOCKS:
             return ()
-        found += _blocks(kind, chosen, waits, cut, rank)
+        found += _blocks(kind, blocks, waits, cut, rank)
     return tuple(found)
 
 
 def _blocks(kind: BlockKind, rows: Rows, waits: Union, cut: Cut, rank: int) -> list[BlockSummary]:
-    rows = rows[np.argsort(rows["start_ns"], kind="stable")]
+    rows = chosen(rows, np.argsort(rows["start_ns"], kind="stable"))
     starts = rows["start_ns"]
     ends = np.where(rows["end_ns"] == 0, cut.end_ns, np.minimum(rows["end_ns"], cut.end_ns))
     own = ends - starts - waits.within(starts, ends)

@@ -13,7 +13,7 @@ from keepstep.agent.ranks.clocks import ClockSampler
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.device_calls import has_device_groups
 from keepstep.agent.ranks.device_times import DeviceTimes
-from keepstep.agent.ranks.event_buffer import Rows, joined
+from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
 from keepstep.agent.ranks.iterations import IterationCutter
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
@@ -104,6 +104,8 @@ class RankTrack:
         self._on_device = False  # the iterations that count are the GPU's
         self.watch = RankWatch(rank, node)
         self._names: dict[int, str] = {}
+        self._numbered: dict[int, GroupInfo] = {}
+        self._waiting_groups: frozenset[int] = frozenset()  # those in whose operations the host waits
         self._renumbered = 0
         self._caught_up = False
         self._progress_then = 0
@@ -157,8 +159,7 @@ class RankTrack:
             self._forget_iterations()  # the host's times and the GPU's are not to be compared
         for cut in cuts:
             self._cut(cut)
-        numbered = dict(enumerate(self.groups))
-        for cut, summary, on_device in self.device.drain(now_ns, numbered):
+        for cut, summary, on_device in self.device.drain(now_ns, self._numbered):
             self._iteration(cut, summary, on_device, now_ns, taken)
         if self.cutter.renumbered != self._renumbered:
             self._renumbered = self.cutter.renumbered
@@ -178,6 +179,10 @@ class RankTrack:
             self._names = {number: group.name for number, group in enumerate(self.groups)}
             self.clock.know(self.groups)
             self._has_device = has_device_groups(self.groups)
+            self._numbered = dict(enumerate(self.groups))
+            self._waiting_groups = frozenset(
+                number for number, group in self._numbered.items() if group.records_waits
+            )
 
     @property
     def has_device(self) -> bool:
@@ -301,7 +306,9 @@ class RankTrack:
 
     def _count(self, started: Rows, finished: Rows) -> None:
         """Count records as progress: none while the rank winds up after an operation that failed, no phase that did."""
-        finished = finished[(finished["flags"] & _FAILED) == 0]
+        failed = (finished["flags"] & _FAILED) != 0
+        if failed.any():
+            finished = chosen(finished, ~failed)
         self.progress += len(started) + len(finished)
         if len(started):
             self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
@@ -311,27 +318,27 @@ class RankTrack:
     def _note_failures(self, finished: Rows) -> None:
         if self.failed is None and not (finished["flags"] & _FAILED).any():
             return
-        operations = finished[finished["kind"] != _PHASE]
+        operations = chosen(finished, finished["kind"] != _PHASE)
         has_failed = (operations["flags"] & _FAILED) != 0
-        failed = operations[has_failed]
+        failed = chosen(operations, has_failed)
         if self.failed is not None:
             failed = joined([self.failed, failed])
         entered_ns = int(operations["start_ns"][~has_failed].max(initial=0))
-        failed = failed[failed["end_ns"] > entered_ns][:_MOST_FAILED]
+        failed = chosen(failed, failed["end_ns"] > entered_ns)[:_MOST_FAILED]
         self.failed = failed if len(failed) else None
 
     def _learn_phases(self, finished: Rows) -> None:
         """Learn from finished phases how long data loading and optimizer steps usually take."""
-        phases = finished[finished["kind"] == _PHASE]
+        phases = chosen(finished, finished["kind"] == _PHASE)
         for code in _SHORT_PHASES if len(phases) else ():
-            ended = phases[phases["op"] == code]
+            ended = chosen(phases, phases["op"] == code)
             if len(ended):
                 longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
                 self.watch.hang.lasted(Phase(code), min(longest_ns * 1e-9, _LONGEST_SHORT_S))
 
     def rest(self) -> list[tuple[IterationSummary, int]]:
         """The iterations that still wait for their times on the GPU, each with how many were taken together."""
-        drained = self.device.drain(None, dict(enumerate(self.groups)))
+        drained = self.device.drain(None, self._numbered)
         return [(summary, cut.steps) for cut, summary, _ in drained]
 
     def _forget_iterations(self) -> None:
@@ -345,7 +352,8 @@ class RankTrack:
         self.together = cut.steps
         if cut.whole:
             self._keep(cut)
-        self.device.add(cut, summarise(cut, self.rank, self._names))
+        told = self._waiting_groups if self._on_device else None  # of the others the GPU's streams are told
+        self.device.add(cut, summarise(cut, self.rank, self._names, told))
 
     def _iteration(
         self, cut: Cut, summary: IterationSummary, on_device: bool, now_ns: int, taken: Taken

@@ -20,7 +20,7 @@ FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allo
 _SIXTH = 5  # the step from which on ranks are compared
 LEAST_STEPS = 3  # slow steps on end that a verdict needs
 MILD_STEPS = (
-    6  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
+    5  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
 )
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
@@ -69,7 +69,7 @@ class EarlySlowness:
         mild = worst.self_s < _RATIO * usual_s
         if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
             return None
-        if mild and (self._mild >= _MOST_MILD or step < self._first + FIRST_STEPS + MILD_STEPS):
+        if mild and (self._mild >= _MOST_MILD or step < self._first + FIRST_STEPS + MILD_STEPS - 1):
             return None
         self._looks, self._mild = self._looks + 1, self._mild + mild
         return Finding(
