@@ -115,13 +115,15 @@ class Reader:
         self, apart: int = 0, kept: int = 0
     ) -> tuple[bytearray | None, bytearray | None, int, int, bytearray | None]:
         """See ``_native``."""
-        started, finished, lost, unfinished = self._poll()
+        *parts, lost, unfinished = self._poll()
+        started, finished = (np.frombuffer(b"".join(part), RECORD) for part in parts)
+        own = finished["flags"] & apart == 0
         told = (
-            [row for row in started if not _flags_of(row) & apart],
-            [row for row in finished if not _flags_of(row) & apart],
-            [row for row in finished if _flags_of(row) & apart and _flags_of(row) & kept],
+            started[started["flags"] & apart == 0],
+            finished[own],
+            finished[~own & (finished["flags"] & kept != 0)],
         )
-        begun, ended, others = [bytearray().join(rows) or None for rows in told]
+        begun, ended, others = (bytearray(rows.tobytes()) or None for rows in told)
         return begun, ended, lost, unfinished, others
 
     def _poll(self) -> tuple[list[bytes], list[bytes], int, int]:
@@ -321,10 +323,6 @@ def _checks(
 
 def _signed(half: int) -> int:
     return half - (1 << 32) if half >> 31 else half
-
-
-def _flags_of(row: bytes) -> int:
-    return int(np.frombuffer(row, RECORD)["flags"][0])
 
 
 def _taken(blob: bytes, at: int) -> tuple[bytes, int] | None:
