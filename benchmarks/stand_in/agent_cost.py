@@ -1,8 +1,10 @@
-"""What the agent costs on a node with eight ranks of many operations each, on the stand-in GPU.
+"""What the agent costs on a node with eight ranks of many operations each.
 
-    python -m benchmarks.stand_in.agent_cost [--quick] [--ranks N] [--calls N] [--pace N] [--json FILE]
+    python -m benchmarks.stand_in.agent_cost [--quick] [--job NAME] [--ranks N] [--calls N] [--pace N] [--json FILE]
 
-CPU time of the agent's whole process, from 20 s after the ranks' first step on. ``make cuda`` first.
+CPU time of the agent's whole process, from 20 s after the ranks' first step on. ``make cuda`` first. Jobs: ``written``,
+whose ranks only write rings, as two cores cannot carry eight ranks of torch at this pace; ``called``, with real calls
+of torch and NCCL on the stand-in GPU, which falls short of the pace where cores are few.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from benchmarks._report import Line, Report, bench_arguments
 from benchmarks.busy import agent_of, cpu_s
 from benchmarks.stand_in.launch import Job, start
 
-JOB = Path(__file__).with_name("jobs") / "many_calls.py"
+_FOLDER = Path(__file__).with_name("jobs")
+JOBS = {"written": _FOLDER / "written_calls.py", "called": _FOLDER / "many_calls.py"}
 GOAL, PERCENT = "≤ 2 % of a core at 8 ranks × 500 operations × 5 steps/s", 2.0
 _SETTLES_S, _BEGINS_S = 20.0, 120.0
 
@@ -25,7 +28,8 @@ _SETTLES_S, _BEGINS_S = 20.0, 120.0
 def agent_share(job: Job, launcher: int, seconds: float) -> float:
     """CPU seconds a second of the agent, from the ranks' first steps on."""
     until = time.monotonic() + _BEGINS_S
-    while min(one.completed for one in job.progress()) == 0:
+    iterations = job.folder / "run" / "nodes" / "0" / "iterations.jsonl"
+    while not iterations.exists() or not iterations.stat().st_size:
         if time.monotonic() > until or job.is_over():
             raise RuntimeError(f"the job did not begin: {job.console()[-500:]}")
         time.sleep(0.2)
@@ -40,6 +44,7 @@ def agent_share(job: Job, launcher: int, seconds: float) -> float:
 
 def main() -> None:
     parser = bench_arguments("stand_in.agent_cost", "What the agent costs beside ranks of many operations.")
+    parser.add_argument("--job", choices=tuple(JOBS), default="written")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--calls", type=int, default=500, help="operations a step")
     parser.add_argument("--pace", type=float, default=5.0, help="steps a second")
@@ -49,14 +54,17 @@ def main() -> None:
     report = Report("agent on the stand-in", quick=arguments.quick)
     with (  # cleaning up may fail: the agent may still be saving rings
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        start(JOB, words, Path(folder), ranks=arguments.ranks, clock="virtual", kernel_us=5) as job,
+        start(
+            JOBS[arguments.job], words, Path(folder), ranks=arguments.ranks, clock="virtual", kernel_us=5
+        ) as job,
     ):
         share = 100 * agent_share(job, job.launcher, seconds)
         done = job.finish(seconds + _BEGINS_S)
     told = re.search(r"pace ([\d.]+) steps", done.console)
     pace = float(told[1]) if told else 0.0
-    limit = f"a stand-in for the GPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    named = f"{arguments.ranks} ranks × {arguments.calls} operations"
+    stand_in = "rings written by a script" if arguments.job == "written" else "a stand-in for the GPU"
+    limit = f"{stand_in}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    named = f"{arguments.ranks} ranks × {arguments.calls} operations, {arguments.job}"
     report.add(Line(f"steps a second, {named}", pace, "", limit=limit))
     met = share <= PERCENT and pace >= 0.95 * arguments.pace
     report.add(Line(f"agent, {named}", round(share, 2), "% of a core", GOAL, met, limit=limit))

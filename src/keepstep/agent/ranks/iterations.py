@@ -8,6 +8,7 @@ script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 
 import numpy as np
@@ -36,8 +37,6 @@ _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
 _GC = int(Phase.GC)
 _NOTHING_NEW = {_OPTIMIZER, _GC}
 _AFTER = dict.fromkeys((_OPTIMIZER, *PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
-_IS_PAUSE = np.isin(np.arange(256), PAUSES)
-_IS_NEW = ~np.isin(np.arange(256), tuple(_NOTHING_NEW))
 _PASSES = (int(Phase.MODEL), _BACKWARD)
 
 
@@ -137,44 +136,36 @@ class IterationCutter:
         return begun % self._usual_passes if self.together > 1 else begun
 
     def _note_phases(self, started: Rows, finished: Rows) -> None:
-        place = np.flatnonzero(started["kind"] == _PHASE)
-        if len(place):
-            codes, starts, tickets = (started[name][place] for name in ("op", "start_ns", "ticket"))
-            seen = set(codes.tolist())
-            self._seen_backward = self._seen_backward or _BACKWARD in seen
-            self._seen_optimizer = self._seen_optimizer or _OPTIMIZER in seen
-            for code in seen.intersection(_PASSES):
-                self._passes[code] += int(np.count_nonzero(codes == code))
-            if not seen.isdisjoint(PAUSES):
-                self._last_pause_ns = int(starts[_IS_PAUSE[codes]][-1])
-            if not seen <= _NOTHING_NEW:
-                self._last_new_ns = max(self._last_new_ns, int(starts[_IS_NEW[codes]].max()))
-            begun = zip(codes.tolist(), starts.tolist(), strict=True)
-            self._open.update(zip(tickets.tolist(), begun, strict=True))
-            oldest = int(tickets[-1]) - self._records
-            if min(self._open) < oldest:
-                self._open = {ticket: phase for ticket, phase in self._open.items() if ticket >= oldest}
-        place = np.flatnonzero(finished["kind"] == _PHASE)
-        if len(place):
-            self._note_ends(finished, place)
+        ticket = -1
+        for code, start_ns, ticket in _columns(started, "op", "start_ns", "ticket"):
+            self._open[ticket] = code, start_ns
+            if code in self._passes:
+                self._passes[code] += 1
+            elif code in PAUSES:
+                self._last_pause_ns = start_ns
+            if code not in _NOTHING_NEW:
+                self._last_new_ns = max(self._last_new_ns, start_ns)
+            self._seen_backward = self._seen_backward or code == _BACKWARD
+            self._seen_optimizer = self._seen_optimizer or code == _OPTIMIZER
+        oldest = ticket - self._records
+        if self._open and min(self._open) < oldest:
+            self._open = {ticket: phase for ticket, phase in self._open.items() if ticket >= oldest}
+        self._note_ends(finished)
 
-    def _note_ends(self, finished: Rows, place: Rows) -> None:
-        codes, ends, tickets = (finished[name][place] for name in ("op", "end_ns", "ticket"))
-        self._last_end_ns = max(self._last_end_ns, int(ends.max()))
-        told = codes != _GC
-        if told.any():
-            self._last_ended = int(codes[np.where(told, ends, -1).argmax()])
-        for ticket in tickets.tolist():
+    def _note_ends(self, finished: Rows) -> None:
+        newest_ns, known = -1, len(self._markers)
+        names = "op", "seq", "ticket", "start_ns", "end_ns", "thread"
+        for code, seq, ticket, start_ns, end_ns, thread in _columns(finished, *names):
+            self._last_end_ns = max(self._last_end_ns, end_ns)
+            if code != _GC and end_ns > newest_ns:
+                newest_ns, self._last_ended = end_ns, code
             self._open.pop(ticket, None)
-        steps = chosen(finished, place[codes == _OPTIMIZER])
-        if not len(steps):
-            return
-        self._seen_optimizer = True
-        columns = (steps[name].tolist() for name in ("seq", "ticket", "start_ns", "end_ns", "thread"))
-        for seq, *others in zip(*columns, strict=True):
-            if seq - _FIRST_SEQ > self._edge_number:
-                self._markers.append(Marker(seq - _FIRST_SEQ, *others))
-        self._markers.sort(key=attrgetter("number"))
+            if code == _OPTIMIZER:
+                self._seen_optimizer = True
+                if seq - _FIRST_SEQ > self._edge_number:
+                    self._markers.append(Marker(seq - _FIRST_SEQ, ticket, start_ns, end_ns, thread))
+        if len(self._markers) > known:
+            self._markers.sort(key=attrgetter("number"))
 
     def _ended(self, now_ns: int) -> int | None:
         """How many of the waiting markers make up a finished iteration; None if no iteration has finished."""
@@ -239,9 +230,8 @@ class IterationCutter:
 
     def _count_passes(self, begun: Rows, iterations: int = 1) -> None:
         """Count passes for the next iteration: those that began after the last ``iterations`` ended."""
-        fresh = {
-            code: int(((begun["kind"] == _PHASE) & (begun["op"] == code)).sum()) for code in self._passes
-        }
+        codes = [code for (code,) in _columns(begun, "op")]
+        fresh = {code: codes.count(code) for code in self._passes}
         self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh) // iterations
         self._passes = fresh
 
@@ -406,6 +396,12 @@ class IterationCutter:
             evaluation_ns += pauses.total_ns - marked_ns
             begun = outside(begun, pauses)
         return begun, pauses, evaluation_ns, checkpoint_ns
+
+
+def _columns(rows: Rows, *names: str) -> Iterator[tuple[int, ...]]:
+    """These fields of the phases among some records."""
+    place = (rows["kind"] == _PHASE).nonzero()[0]
+    return zip(*(rows[name][place].tolist() for name in names), strict=True)
 
 
 def _first_activity(rows: Rows, end_ns: int) -> int:
