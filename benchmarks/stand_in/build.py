@@ -154,6 +154,7 @@ def _build(torch: Path, headers: Path, out: Path) -> None:
     builder.library(
         "libnccl.so.2", *nccl, over=("libcuda.so.1",), stubs=wanted.of("libnccl.so.2") - _defined_in(*nccl)
     )
+    builder.library("libnvidia-ml.so.1", "nvml.cpp", stubs=set())
     for soname in ("libcublas.so.13", "libcublasLt.so.13"):
         stubs = wanted.of(soname) - _defined_in("blas.cpp")
         builder.library(soname, "blas.cpp", over=("libcuda.so.1",), stubs=stubs)

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.stand_in.device import ECC, ILLEGAL_ADDRESS, Device
@@ -26,6 +27,7 @@ Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "checkpoin
 PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint")
 What = Literal[
     "slow",  # the kernels of `rank` take `value` times as long, from `step` to before `until`
+    "hot",  # the same, because its driver holds the GPU's clock down for its temperature
     "slow-host",  # its host works `value` seconds more in phase `where` of each of these steps
     "slow-pair",  # what goes from `rank` to `peer` takes `value` percent longer
     "cut",  # nothing goes from `rank` to `peer`
@@ -40,6 +42,9 @@ What = Literal[
     "evaluate",  # it evaluates another model for `value` seconds
 ]
 FOR_GOOD_S = 100_000
+CARDS = "STAND_IN_NVML"
+"""The variable that names a folder with a file for each GPU, which its driver is to tell (`nvml.cpp`)."""
+_USUAL_MHZ, _COOL, _HOT, _THERMAL_SLOWDOWN = 1980, 60, 92, 0x40
 _NOTES = "STAND_IN_NOTES"
 
 
@@ -59,6 +64,15 @@ class Fault:
         return self.step <= step < self.until
 
 
+def write_card(folder: Path, number: int, process: int = 0, factor: float = 1.0) -> None:
+    """Have the driver say that a GPU computes for this process, its clock held down by ``factor`` if that is not 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = (_COOL, 0) if factor == 1.0 else (_HOT, _THERMAL_SLOWDOWN)
+    whole = folder / f"new-{number}"
+    whole.write_text(f"{_USUAL_MHZ / factor:.0f} {state[0]} 99 {process} {state[1]}\n")
+    whole.rename(folder / f"card-{number}")
+
+
 def to_text(faults: Iterable[Fault]) -> str:
     return json.dumps([asdict(fault) for fault in faults])
 
@@ -71,6 +85,7 @@ class Script:
         self.faults = [fault for fault in faults if fault.rank == rank]
         self._rank, self._notes, self._noted = rank, os.environ.get(_NOTES, ""), set[Fault]()
         self._is_virtual = os.environ.get("STAND_IN_CLOCK") == "virtual"
+        self._tell_clock(1.0)
 
     @classmethod
     def from_environment(cls, device: Device | RealDevice, rank: int) -> Script:
@@ -83,9 +98,11 @@ class Script:
         """Call first in a step; ``stream``: the handle of that on which the rank computes."""
         factor = 1.0
         for fault in self.faults:
-            if fault.what == "slow" and fault.is_on(step):
+            if fault.what in ("slow", "hot") and fault.is_on(step):
                 factor *= fault.value
                 self._note(fault)
+            if fault.what == "hot" and step in (fault.step, fault.until):
+                self._tell_clock(fault.value if step == fault.step else 1.0)
             if fault.what in ("cut", "slow-pair") and step in (fault.step, fault.until):
                 begins = step == fault.step
                 self._note(fault)
@@ -94,6 +111,10 @@ class Script:
                 else:
                     self.device.slow_pair(stream, fault.rank, fault.peer, int(fault.value) if begins else 0)
         self.device.slow_down(factor)
+
+    def _tell_clock(self, factor: float) -> None:
+        if cards := os.environ.get(CARDS):
+            write_card(Path(cards), self._rank, os.getpid(), factor)
 
     def at(self, step: int, where: Phase) -> None:
         """Call at the beginning of each phase, or within it."""

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from benchmarks.stand_in.build import OPERATORS, build
 from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
-from benchmarks.stand_in.faults import VARIABLE, Fault, to_text
+from benchmarks.stand_in.faults import CARDS, VARIABLE, Fault, to_text, write_card
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda")).resolve()
@@ -88,6 +88,7 @@ def environment(
         "OMP_NUM_THREADS": "1",
         "STAND_IN_CONTROL": str(folder / "control"),
         "STAND_IN_LOG": str(devices),
+        CARDS: str(folder / "cards"),
         "STAND_IN_CLOCK": clock,
         "STAND_IN_KERNEL_US": str(kernel_us),
         VARIABLE: to_text(faults),
@@ -192,6 +193,8 @@ def start(
     settings: Mapping[str, str] | None = None,
 ) -> Job:
     """Start ``script`` on ``ranks`` ranks: under ``keepstep run`` with ``flags``, or its ranks as they are."""
+    for rank in range(ranks):
+        write_card(folder / "cards", rank)
     variables = environment(
         folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings
     )

@@ -64,6 +64,20 @@ def test_a_slow_device_is_named_after_three_iterations(tmp_path: Path, layout: s
         assert {step: found[step] for step in truth} == pytest.approx(truth, rel=0.005)
 
 
+def test_a_gpu_whose_clock_is_held_down_is_named_with_the_reason(tmp_path: Path) -> None:
+    """The driver's clock is read once a second, so that the reason comes after the verdict."""
+    pytest.importorskip("pynvml")
+    words = ["--layout", "ddp", "--steps", "90", "--pace-s", "0.25"]
+    hot = Fault("hot", rank=1, step=ONSET, value=2.0)
+    done = run(TRAIN, words, tmp_path, ranks=RANKS, faults=[hot], clock="virtual", kernel_us=8000)
+    assert done.exit_code == 0, done.console
+    incident = json.loads((tmp_path / "run" / "incidents" / "0001.json").read_text())
+    (culprit,) = incident["culprits"]
+    assert (culprit["rank"], culprit["cause"], culprit["confidence"]) == (1, "GPU clock", "high")
+    assert "GPU 1: 990 MHz, usually 1980: hardware thermal slowdown, 92 °C" in culprit["detail"]
+    assert "at a closer look" in done.console
+
+
 def test_nothing_is_synchronized_for_it(tmp_path: Path) -> None:
     watched = train(tmp_path / "watched", "ddp")
     alone = train(tmp_path / "alone", "ddp", KEEPSTEP_DEVICE_TIMES="0")

@@ -6,13 +6,12 @@ This needs ``nvidia-ml-py`` (the extra ``gpu``) and the driver's library; withou
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from ctypes import c_void_p, cast
+from ctypes import CDLL, c_void_p, cast
 from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import median
@@ -41,16 +40,18 @@ class _Gpu:
 
 
 class Gpus:
-    """Samples all GPUs every ``every_s`` seconds, if the file ``driver`` exists."""
+    """Samples all GPUs every ``every_s`` seconds, if the driver's ``library`` is there."""
 
-    def __init__(self, driver: str = "/dev/nvidiactl", every_s: float = 1.0) -> None:
-        self._driver, self._every_s = driver, every_s
+    def __init__(self, library: str = "libnvidia-ml.so.1", every_s: float = 1.0) -> None:
+        self._library, self._every_s = library, every_s
         self._gpus: tuple[_Gpu, ...] = ()
         self._closed = threading.Event()
 
     def start(self) -> None:
         """Start the thread, if there is a driver."""
-        if not os.path.exists(self._driver):
+        try:
+            CDLL(self._library)
+        except OSError:
             return
         try:
             import pynvml  # pyright: ignore[reportMissingTypeStubs]

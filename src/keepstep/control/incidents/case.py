@@ -26,6 +26,9 @@ Status = Literal["relieved", "transient", "ended"]
 
 # Fields of an incident that are taken from a diagnosis.
 _CONCLUDED = ("kind", "culprits", "victims", "evidence", "missing", "summary")
+LASTING = frozenset(
+    {"cpu quota", "GPU clock"}
+)  # causes that agents see from outside, and that do not come and go
 _MOST_EVENTS = 32
 _FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
 
@@ -170,7 +173,9 @@ def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict",
     """What to print: the first verdict, and a later one only if it blames somebody else, or knows more of them."""
     if old is None:
         return "verdict"
-    return "" if same_culprits(old, diagnosis) else "sharper"
+    why = {(one.rank, one.cause) for one in diagnosis.culprits if one.cause in LASTING}
+    is_known = why <= {(one.rank, one.cause) for one in old.culprits}
+    return "" if is_known and same_culprits(old, diagnosis) else "sharper"
 
 
 def same_culprits(one: Incident, other: Diagnosis) -> bool:

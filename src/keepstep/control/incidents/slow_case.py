@@ -26,6 +26,7 @@ from keepstep.control.incidents.early_slowness import (
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
+    LateCauses,
     is_block,
     job_pace_s,
     lost_s,
@@ -91,6 +92,7 @@ class SlowCase(Case):
         self._waits_recorded = True
         self._cleared = False  # blocks have shown that the delays of all culprits cost nothing
         self._settled = incident is not None  # asking again would tell nothing more
+        self._causes = LateCauses(desk.cluster)
         self._asked_s = 0.0
         self._asked_step = -1
         self._checks_relief = False  # the open question asks whether the old pace is back
@@ -280,6 +282,10 @@ class SlowCase(Case):
             self._ask(now_s)
         elif self.incident is not None and self._settled:
             self._watch_pace(now_s)
+            is_open = not self.closed and not self.treated and self._looks < _MOST_LOOKS
+            if waited and is_open and self._causes.has_new(self.incident, now_s):
+                self._looks += 1
+                self._ask(now_s)
 
     def validated(self, outcome: Validation | None, refused: str, now_s: float) -> None:
         """Sharpen the incident with what a validation has measured, or note why it was not done."""
@@ -379,6 +385,7 @@ class SlowCase(Case):
         with suppress(Exception):  # without blocks the verdict stays as it is
             wanted = desk.locators.blocks_wanted(evidence, diagnosis.culprits)
             self._blocks_of = wanted or self._blocks_of
+        self._causes.judged(self.incident, now_s)
         links = [culprit.link.nodes for culprit in diagnosis.culprits if culprit.link is not None]
         if links and not self._probes and self.probing is None:
             self.probing = desk.agents.ask_probes(links, now_s)

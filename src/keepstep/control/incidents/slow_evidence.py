@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.case import LASTING
 from keepstep.core.incident import Culprit, Incident, Link
 from keepstep.core.summary import BlockSummary, IterationSummary
 from keepstep.core.validation import Validation
@@ -15,6 +16,7 @@ from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import cause_of
 from keepstep.validate.suspects import suspicious_groups
 
+_CAUSES_S = 2.0  # how often the causes that agents tell are looked at
 _PACE_NODES = 64  # nodes whose heartbeats tell the pace of the job
 LARGE_WORLD = 4096  # in jobs with more ranks, less is asked for and looked at
 
@@ -49,6 +51,33 @@ def suspects_of(
         newest = max((row.step for row in after), default=0)
         after = [row for row in after if row.step == newest]
     return suspicious_groups(after, cluster.groups, culprits, sorted(cluster.node_of), slowdown_s)
+
+
+class LateCauses:
+    """What agents tell of the blamed ranks' hosts and GPUs after a verdict, as a low clock takes seconds to be known."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: frozenset[tuple[int, str]] = frozenset()
+        self._again_s = 0.0
+
+    def judged(self, incident: Incident | None, now_s: float) -> None:
+        """Note what a verdict has been given with."""
+        self._known = self._now(incident, now_s)
+
+    def has_new(self, incident: Incident, now_s: float) -> bool:
+        """Whether there are causes that the last verdict did not know; looked at once in two seconds."""
+        if now_s < self._again_s:
+            return False
+        self._again_s = now_s + _CAUSES_S
+        return not self._now(incident, now_s) <= self._known
+
+    def _now(self, incident: Incident | None, now_s: float) -> frozenset[tuple[int, str]]:
+        blamed = {one.rank for one in incident.culprits} if incident is not None else set[int | None]()
+        causes = self._cluster.causes(now_s) if blamed else ()
+        return frozenset(
+            (one.rank, one.cause) for one in causes if one.rank in blamed and one.cause in LASTING
+        )
 
 
 def is_block(one: BlockSummary) -> bool:

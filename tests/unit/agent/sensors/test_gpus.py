@@ -51,7 +51,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("there is a driver: its library would be found")
     path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     flags = ["-std=c++17", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(path)]
-    subprocess.run([compiler, str(NATIVE / "stand_in_nvml.cpp"), *flags], check=True)
+    subprocess.run([compiler, str(NATIVE / "stand_in_gpu" / "nvml.cpp"), *flags], check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -71,7 +71,7 @@ def gpus(cards: Any) -> Iterator[Gpus]:
 
 
 def started() -> Iterator[Gpus]:
-    made = Gpus(driver="/", every_s=0.005)
+    made = Gpus(every_s=0.005)
     made.start()
     yield made
     made.close()
@@ -137,7 +137,7 @@ def test_a_driver_that_refuses_is_said_once(
     result = ctypes.c_int.in_dll(library, "init_result")
     result.value = 18  # library and driver differ
     try:
-        made = Gpus(driver="/")
+        made = Gpus()
         made.start()
         until(lambda: caplog.messages)
     finally:
@@ -150,7 +150,7 @@ def test_a_driver_that_refuses_is_said_once(
 
 def test_without_a_driver_nothing_is_loaded() -> None:
     code = (
-        "import sys; from keepstep.agent.sensors.gpus import Gpus; Gpus(driver='/no/driver').start(); "
+        "import sys; from keepstep.agent.sensors.gpus import Gpus; Gpus(library='libno-driver.so').start(); "
         "print(sorted(sys.modules))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -159,10 +159,10 @@ def test_without_a_driver_nothing_is_loaded() -> None:
 
 
 def test_without_the_binding_its_name_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    Gpus(driver="/").start()
+    Gpus().start()
     assert caplog.messages == ["the GPUs' clocks and errors are not watched: pip install 'keepstep[gpu]'"]
 
 

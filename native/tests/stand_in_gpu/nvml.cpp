@@ -1,11 +1,15 @@
 // A stand-in for the library of NVIDIA's driver, for tests on machines without one: two GPUs that say what the test
-// writes into `cards`. Signatures as in nvml.h; functions that are not here are those that an old driver lacks.
+// writes into `cards`. Where STAND_IN_NVML names a folder, there are as many as it has files card-0, card-1 ..., and a
+// GPU says what is in its file: clock in MHz, degrees Celsius, busy percent, process, reasons to hold the clock down.
+// Signatures as in nvml.h; functions that are not here are those that an old driver lacks.
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 
 namespace {
 constexpr int kOk = 0, kNotSupported = 3, kInsufficientSize = 7, kTimeout = 10;
-constexpr unsigned kCards = 2;
+constexpr unsigned kCards = 16;
 }  // namespace
 
 struct Card {
@@ -36,12 +40,32 @@ extern "C" {
 Card cards[kCards];
 int init_result = kOk;
 
-int nvmlInitWithFlags(unsigned) { return init_result; }
+unsigned count_of_cards = 2;
+
+// Reads the card's file, if there are files; false: it has none.
+static bool read_card(unsigned index) {
+  const char* folder = std::getenv("STAND_IN_NVML");
+  if (folder == nullptr) return index < count_of_cards;
+  char path[4096];
+  std::snprintf(path, sizeof path, "%s/card-%u", folder, index);
+  std::FILE* file = std::fopen(path, "r");
+  if (file == nullptr) return false;
+  Card& card = cards[index];
+  std::fscanf(file, "%u %u %u %u %llu", &card.clock, &card.celsius, &card.busy_percent, &card.pid, &card.reasons);
+  std::fclose(file);
+  return true;
+}
+
+int nvmlInitWithFlags(unsigned) {
+  if (std::getenv("STAND_IN_NVML") != nullptr)
+    for (count_of_cards = 0; count_of_cards < kCards && read_card(count_of_cards);) ++count_of_cards;
+  return init_result;
+}
 
 const char* nvmlErrorString(int) { return "the stand-in says no"; }
 
 int nvmlDeviceGetCount_v2(unsigned* count) {
-  *count = kCards;
+  *count = count_of_cards;
   return kOk;
 }
 
@@ -51,6 +75,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Card** card) {
 }
 
 int nvmlDeviceGetClockInfo(Card* card, unsigned, unsigned* mhz) {
+  read_card(static_cast<unsigned>(card - cards));
   *mhz = card->clock;
   return kOk;
 }
