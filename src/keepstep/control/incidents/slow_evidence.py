@@ -54,7 +54,7 @@ def suspects_of(
 
 
 class LateCauses:
-    """What agents tell of the blamed ranks' hosts and GPUs after a verdict, as a low clock takes seconds to be known."""
+    """What agents tell of blamed ranks' hosts and GPUs after a verdict: a low clock takes seconds to be known."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
