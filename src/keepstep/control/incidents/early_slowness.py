@@ -7,14 +7,16 @@ it is profiled, and named where its peers of the same pipeline stage were faster
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from statistics import median
 
 from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.slow_evidence import LARGE_WORLD
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import IterationSummary
+from keepstep.wire.messages import RankBeat
 
 FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allocated, connections are made
 _SIXTH = 5  # the step from which on ranks are compared
@@ -63,12 +65,13 @@ class EarlySlowness:
         if len(beats) < max(self._cluster.known_ranks, 2):
             return None
         self._step = step
-        usual_s = sorted(one.self_s for one, _ in beats)[(len(beats) - 1) // 2]
-        worst, node = max(beats, key=lambda pair: pair[0].self_s)
-        more_s = worst.self_s - usual_s
-        mild = worst.self_s < _RATIO * usual_s
-        if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
+        own = {one.rank: one for one, _ in beats}
+        found = [one for peers in self._peers(own.keys()) if (one := _standing_out(own, peers)) is not None]
+        if not found:
             return None
+        ratio, worst, more_s = max(found, key=lambda one: one[0])
+        node = next(node for one, node in beats if one is worst)
+        mild = ratio < _RATIO
         if mild and (self._mild >= _MOST_MILD or step < self._first + FIRST_STEPS + MILD_STEPS - 1):
             return None
         self._looks, self._mild = self._looks + 1, self._mild + mild
@@ -82,6 +85,31 @@ class EarlySlowness:
             before_s=worst.iteration_s - more_s,
             after_s=worst.iteration_s,
         )
+
+    def _peers(self, ranks: Collection[int]) -> list[Collection[int]]:
+        """Ranks that may have the same to do: all, and of a job that is not large each process group of three or more.
+
+        A pipeline's stages differ, and each has a process group of its replicas.
+        """
+        if len(ranks) > LARGE_WORLD:
+            return [ranks]
+        groups = [group.members for group in self._cluster.groups.values() if not group.is_communicator]
+        return [ranks, *(members for members in groups if 3 <= len(members) < len(ranks))]
+
+
+def _standing_out(
+    own: Mapping[int, RankBeat], peers: Collection[int]
+) -> tuple[float, RankBeat, float] | None:
+    """The slowest of these ranks if it stands out: by what ratio, its heartbeat, and by how many seconds."""
+    beats = [own[rank] for rank in peers if rank in own]
+    if len(beats) < 2:
+        return None
+    usual_s = sorted(one.self_s for one in beats)[(len(beats) - 1) // 2]
+    worst = max(beats, key=lambda one: one.self_s)
+    more_s = worst.self_s - usual_s
+    if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
+        return None
+    return worst.self_s / max(usual_s, 1e-9), worst, more_s
 
 
 def least_ratio(rows: Sequence[IterationSummary], rank: int) -> float:
@@ -99,17 +127,23 @@ def least_ratio(rows: Sequence[IterationSummary], rank: int) -> float:
     return _RATIO_ON_DEVICE if is_ahead else _RATIO
 
 
-def slow_since(rows: Sequence[IterationSummary], rank: int) -> int | None:
+def slow_since(
+    rows: Sequence[IterationSummary], rank: int, stages: Mapping[int, int] | None = None
+) -> int | None:
     """The step from which on a rank was slower than its peers in every step; None: not for so long as a verdict needs.
 
-    ``rows``: the iterations of an incarnation from its first one on.
+    ``rows``: the iterations of an incarnation from its first one on. ``stages``: pipeline stages by rank, as only ranks
+    of the same stage are peers.
     """
+    stage_of = (stages or {}).get
+    stage = stage_of(rank, -1)
     from keepstep.core.iteration_table import between
 
     first = min((row.step for row in rows), default=0)
     by_step: dict[int, list[IterationSummary]] = {}
     for row in rows:
-        by_step.setdefault(row.step, []).append(row)
+        if stage_of(row.rank, -1) == stage:
+            by_step.setdefault(row.step, []).append(row)
     most = max(map(len, by_step.values()), default=0)
     told: list[
         tuple[IterationSummary, float]

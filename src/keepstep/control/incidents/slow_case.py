@@ -234,7 +234,9 @@ class SlowCase(Case):
         from keepstep.core.iteration_table import between
 
         first = min((row.step for row in rows), default=0)
-        since = slow_since(rows, next(iter(self._slow), -1))
+        late = between(rows, first + FIRST_STEPS, 1 << 31)
+        peers = self._desk.evidence(now_s, before=between(rows, 0, 0), after=late, onset_step=first)
+        since = slow_since(rows, next(iter(self._slow), -1), self._desk.locators.stages(peers))
         if since is None and self.incident is None:
             self.closed = True
             return

@@ -13,7 +13,7 @@ from keepstep.control.incidents.early_slowness import (
     slow_since,
 )
 from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import IterationSummary
+from keepstep.core.summary import GroupInfo, IterationSummary
 from keepstep.wire.messages import Heartbeat, RankBeat
 
 Own = Callable[[int, int], float]  # the own time of a rank in a step
@@ -72,6 +72,23 @@ def test_a_rank_that_is_slower_by_less_is_looked_at_a_few_times() -> None:
     assert [rank for _, rank in play(lambda rank, step: 1.3 if rank == 3 else 1.0)] == [3, 3, 3]
 
 
+def test_a_rank_that_stands_out_in_its_group_is_looked_at() -> None:
+    cluster = Cluster()
+    cluster.resize(8)
+    cluster.learn_groups(
+        [GroupInfo(f"dp-{stage}", tuple(range(4 * stage, 4 * stage + 4))) for stage in (0, 1)]
+    )
+    early, looked = EarlySlowness(cluster), list[int]()
+    for step in range(12):
+        node = cluster.node(0, "node-0")
+        own: Own = lambda rank, step: 0.9 if rank == 0 or rank >= 4 else 0.6  # noqa: E731
+        cluster.heard(node, heartbeat(0, range(8), step, own), float(step))
+        found = early.look(float(step))
+        looked += [found.rank] if found is not None else []
+    assert looked
+    assert set(looked) == {0}
+
+
 def rows(own: Own, steps: int = 12, ranks: int = 4, *, ahead_s: float = -1.0) -> list[IterationSummary]:
     return [
         IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1, ahead_s=ahead_s)
@@ -93,6 +110,14 @@ def test_steps_that_not_all_ranks_have_told_do_not_count() -> None:
     told = rows(lambda rank, step: 0.8 if rank == 2 else 0.4)
     alone = [IterationSummary(2, step, float(step), 1.0, 0.1, 0.1) for step in (12, 13)]
     assert slow_since([*told, *alone], 2) == 0
+
+
+def test_only_ranks_of_the_same_pipeline_stage_are_peers() -> None:
+    """The second stage has more to do than the first: rank 0, slow in the first, takes as long as the second."""
+    own: Own = lambda rank, step: 1.5 if rank == 0 or rank >= 4 else 1.0  # noqa: E731
+    told = rows(own, ranks=8)
+    assert slow_since(told, 0) is None
+    assert slow_since(told, 0, {rank: rank // 4 for rank in range(8)}) == 0
 
 
 def test_links_and_ranks_that_are_hardly_slower_are_not_named() -> None:
