@@ -396,6 +396,7 @@ class Cases:
             for case in self._open.slow:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)
+                    self.early.learn_stages(case.stages)
             for finding in [finding for case in self._open.slow for finding in case.given_back()]:
                 self._slow_found(finding, now_s)
         self._open.sweep()

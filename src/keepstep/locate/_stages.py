@@ -85,6 +85,16 @@ def _walk_down(down: Ints, is_target: NDArray[np.bool_]) -> tuple[Ints, int]:
     return stages, length
 
 
+def _means(place: Ints, counts: Ints, times_s: NDArray[np.float32]) -> NDArray[np.float64]:
+    """By place the mean of the times that were counted so often; infinite where none was.
+
+    Messages between two ranks may be on several communicators of the device's library.
+    """
+    total = np.bincount(place, weights=counts)
+    sums = np.bincount(place, weights=counts * times_s)
+    return np.divide(sums, total, out=np.full(len(total), np.inf), where=total > 0)
+
+
 def _votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:
     """Rows of (upstream, downstream, how often seen); whether any pair sends both ways; the groups used."""
     row, streams = table.flat()
@@ -93,8 +103,8 @@ def _votes(table: IterationTable) -> tuple[Ints, bool, frozenset[str]]:
     rank, peer = table.column("rank")[row].astype(np.int64), streams["peer"].astype(np.int64)
     sends = streams["op"] == Op.SEND
     pair, place = np.unique(row << 32 | peer, return_inverse=True)
-    sent, received = np.full(len(pair), np.inf), np.full(len(pair), np.inf)
-    sent[place[sends]], received[place[~sends]] = streams["start_s"][sends], streams["end_s"][~sends]
+    sent = _means(place, np.where(sends, streams["count"], 0), streams["start_s"])
+    received = _means(place, np.where(sends, 0, streams["count"]), streams["end_s"])
     ends = np.zeros((len(pair), 2), np.int64)
     ends[place, 0], ends[place, 1] = rank, peer
     # A missing send or receive is at infinity: a rank that only sends is upstream, one that only receives downstream.

@@ -13,6 +13,7 @@ from statistics import median
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.slow_evidence import LARGE_WORLD
+from keepstep.core.events import Op
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import IterationSummary
@@ -31,7 +32,7 @@ _MOST_MILD = 3  # profiles for ranks that are not slow enough to be named by the
 _RATIO = 1.4  # own time of a slow rank over that of its peers
 _RATIO_ON_DEVICE = 1.2  # the same by the times of a GPU that did not wait for its host
 _WELL_AHEAD = 0.5  # part of a rank's own time by which a host is ahead that does not keep its GPU waiting
-_SHARE = 0.2  # part of an iteration that a slow rank must cost
+_SHARE, _SHARE_ON_DEVICE = 0.2, 0.15  # part of an iteration that a slow rank must cost, by the same times
 
 
 class EarlySlowness:
@@ -46,6 +47,7 @@ class EarlySlowness:
         self._first: int | None = None
         self._step = -1
         self._looks = self._mild = 0
+        self._stages: Mapping[int, int] = {}
 
     def look(self, now_s: float) -> Finding | None:
         """A rank that seems to be slow, once in a few steps; to be called at every tick."""
@@ -86,11 +88,21 @@ class EarlySlowness:
             after_s=worst.iteration_s,
         )
 
-    def _peers(self, ranks: Collection[int]) -> list[Collection[int]]:
-        """Ranks that may have the same to do: all, and of a job that is not large each process group of three or more.
+    def learn_stages(self, stages: Mapping[int, int]) -> None:
+        """Compare ranks within their pipeline stages from now on, if there are any. ``stages``: by rank."""
+        self._stages = stages or self._stages
 
-        A pipeline's stages differ, and each has a process group of its replicas.
+    def _peers(self, ranks: Collection[int]) -> list[Collection[int]]:
+        """Ranks that may have the same to do: those of a pipeline stage.
+
+        While stages are not known, all, and of a job that is not large each process group of three or more: a stage's
+        replicas have one.
         """
+        if self._stages:
+            by_stage: dict[int, list[int]] = {}
+            for rank in ranks:
+                by_stage.setdefault(self._stages.get(rank, -1), []).append(rank)
+            return list(by_stage.values())
         if len(ranks) > LARGE_WORLD:
             return [ranks]
         groups = [group.members for group in self._cluster.groups.values() if not group.is_communicator]
@@ -107,7 +119,7 @@ def _standing_out(
     usual_s = sorted(one.self_s for one in beats)[(len(beats) - 1) // 2]
     worst = max(beats, key=lambda one: one.self_s)
     more_s = worst.self_s - usual_s
-    if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE * worst.iteration_s:
+    if worst.self_s < _RATIO_ON_DEVICE * usual_s or more_s < _SHARE_ON_DEVICE * worst.iteration_s:
         return None
     return worst.self_s / max(usual_s, 1e-9), worst, more_s
 
@@ -135,32 +147,50 @@ def slow_since(
     ``rows``: the iterations of an incarnation from its first one on. ``stages``: pipeline stages by rank, as only ranks
     of the same stage are peers.
     """
-    stage_of = (stages or {}).get
-    stage = stage_of(rank, -1)
     from keepstep.core.iteration_table import between
 
+    stage_of = (stages or {}).get
+    stage = stage_of(rank, -1)
     first = min((row.step for row in rows), default=0)
     by_step: dict[int, list[IterationSummary]] = {}
     for row in rows:
         if stage_of(row.rank, -1) == stage:
             by_step.setdefault(row.step, []).append(row)
     most = max(map(len, by_step.values()), default=0)
-    told: list[
-        tuple[IterationSummary, float]
-    ] = []  # its steps, and what they took its peers, the newest first
+    told: list[tuple[IterationSummary, float]] = []
     for _, its in sorted(by_step.items(), reverse=True):
         own = [row for row in its if row.rank == rank]
         if own and len(its) == most:
             told.append((own[0], sorted(row.self_s for row in its)[(most - 1) // 2]))
-    slow = list(takewhile(lambda one: one[0].self_s >= _RATIO * one[1], told))
-    if len(slow) >= LEAST_STEPS:
-        return slow[-1][0].step
-    ratio = least_ratio(between(rows, first + FIRST_STEPS, 1 << 31), rank)
+    on_device = least_ratio(between(rows, first + FIRST_STEPS, 1 << 31), rank) < _RATIO
+    since = _since(told, _RATIO, LEAST_STEPS, _SHARE)
+    return (
+        since
+        if since is not None or not on_device
+        else _since(told, _RATIO_ON_DEVICE, MILD_STEPS, _SHARE_ON_DEVICE)
+    )
+
+
+def _since(
+    told: Sequence[tuple[IterationSummary, float]], ratio: float, least_steps: int, share: float
+) -> int | None:
+    """The first of the newest steps that all took the rank ``ratio`` times as long as its peers; None: few or cheap.
+
+    ``told``: its iterations, and what they took its peers, the newest first.
+    """
     slow = list(takewhile(lambda one: one[0].self_s >= ratio * one[1], told))
-    if len(slow) < MILD_STEPS:
+    if len(slow) < least_steps:
         return None
     cost_s = median(row.self_s - usual_s for row, usual_s in slow)
-    return slow[-1][0].step if cost_s >= _SHARE * median(row.duration_s for row, _ in slow) else None
+    return slow[-1][0].step if cost_s >= share * median(row.duration_s for row, _ in slow) else None
+
+
+def sends_messages(rows: Sequence[IterationSummary]) -> bool:
+    """Whether ranks send each other messages, as the stages of a pipeline do, in the newest of these iterations."""
+    from keepstep.core.iteration_table import table_of
+
+    _, streams = table_of(rows).newest_steps().flat()
+    return bool(((streams["op"] == Op.SEND) | (streams["op"] == Op.RECV)).any())
 
 
 def names_for_sure(diagnosis: Diagnosis, rows: Sequence[IterationSummary]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
@@ -21,6 +21,7 @@ from keepstep.control.incidents.case import (
 from keepstep.control.incidents.early_slowness import (
     FIRST_STEPS,
     names_for_sure,
+    sends_messages,
     slow_since,
 )
 from keepstep.control.incidents.locators import NO_WAITS
@@ -79,6 +80,7 @@ class SlowCase(Case):
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
+        self.stages: Mapping[int, int] = {}  # of the pipeline, by rank, where an early case has seen one
         self._taken: list[Finding] = []  # what agents have found while peers were the measure
         self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()
@@ -236,7 +238,10 @@ class SlowCase(Case):
         first = min((row.step for row in rows), default=0)
         late = between(rows, first + FIRST_STEPS, 1 << 31)
         peers = self._desk.evidence(now_s, before=between(rows, 0, 0), after=late, onset_step=first)
-        since = slow_since(rows, next(iter(self._slow), -1), self._desk.locators.stages(peers))
+        self.stages = self._desk.locators.stages(peers) or {}
+        # Where ranks send each other messages in an order that is not known, their work may differ.
+        unlike = not self.stages and sends_messages(late)
+        since = None if unlike else slow_since(rows, next(iter(self._slow), -1), self.stages)
         if since is None and self.incident is None:
             self.closed = True
             return

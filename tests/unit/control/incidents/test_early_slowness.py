@@ -89,6 +89,21 @@ def test_a_rank_that_stands_out_in_its_group_is_looked_at() -> None:
     assert set(looked) == {0}
 
 
+def test_stages_that_a_look_has_shown_are_what_is_compared_next() -> None:
+    """Two replicas of two stages: no process group but the whole job has three ranks or more."""
+    cluster = Cluster()
+    cluster.resize(4)
+    early, looked = EarlySlowness(cluster), list[int]()
+    for step in range(20):
+        node = cluster.node(0, "node-0")
+        own: Own = lambda rank, step: {0: 0.6 if step < 12 else 0.8}.get(rank, 0.8 if rank % 2 else 0.6)  # noqa: E731
+        cluster.heard(node, heartbeat(0, range(4), step, own), float(step))
+        if (found := early.look(float(step))) is not None:
+            looked.append(found.rank)
+            early.learn_stages({rank: rank % 2 for rank in range(4)})
+    assert looked[:2] == [1, 0]
+
+
 def rows(own: Own, steps: int = 12, ranks: int = 4, *, ahead_s: float = -1.0) -> list[IterationSummary]:
     return [
         IterationSummary(rank, step, float(step), 1.0, own(rank, step), 0.1, ahead_s=ahead_s)
