@@ -23,7 +23,7 @@ FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allo
 _SIXTH = 5  # the step from which on ranks are compared
 LEAST_STEPS = 3  # slow steps on end that a verdict needs
 MILD_STEPS = (
-    5  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
+    4  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
 )
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
@@ -48,6 +48,7 @@ class EarlySlowness:
         self._step = -1
         self._looks = self._mild = 0
         self._stages: Mapping[int, int] = {}
+        self._mildly: tuple[int, int] | None = None  # the rank that stands out mildly, and since which step
 
     def look(self, now_s: float) -> Finding | None:
         """A rank that seems to be slow, once in a few steps; to be called at every tick."""
@@ -70,11 +71,12 @@ class EarlySlowness:
         own = {one.rank: one for one, _ in beats}
         found = [one for peers in self._peers(own.keys()) if (one := _standing_out(own, peers)) is not None]
         if not found:
+            self._mildly = None
             return None
         ratio, worst, more_s = max(found, key=lambda one: one[0])
         node = next(node for one, node in beats if one is worst)
         mild = ratio < _RATIO
-        if mild and (self._mild >= _MOST_MILD or step < self._first + FIRST_STEPS + MILD_STEPS - 1):
+        if mild and (self._mild >= _MOST_MILD or step < self._mild_since(worst.rank, step) + MILD_STEPS - 1):
             return None
         self._looks, self._mild = self._looks + 1, self._mild + mild
         return Finding(
@@ -87,6 +89,14 @@ class EarlySlowness:
             before_s=worst.iteration_s - more_s,
             after_s=worst.iteration_s,
         )
+
+    def _mild_since(self, rank: int, step: int) -> int:
+        """Since when the rank that stands out mildly has done so: the first steps are taken to have been alike."""
+        if self._mildly is None or self._mildly[0] != rank:
+            assert self._first is not None
+            is_first = step <= self._first + _SIXTH + _EVERY_STEPS
+            self._mildly = rank, self._first + FIRST_STEPS if is_first else step
+        return self._mildly[1]
 
     def learn_stages(self, stages: Mapping[int, int]) -> None:
         """Compare ranks within their pipeline stages from now on, if there are any. ``stages``: by rank."""

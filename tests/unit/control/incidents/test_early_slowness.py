@@ -158,7 +158,7 @@ def test_a_gpu_that_waits_for_its_host_is_measured_as_hosts_are() -> None:
 
 
 def test_a_rank_that_is_less_slow_has_to_be_so_for_longer_and_at_a_cost() -> None:
-    for since, onset in ((7, 7), (8, None)):
+    for since, onset in ((8, 8), (9, None)):
         own: Own = lambda rank, step, since=since: 1.3 if rank == 2 and step >= since else 1.0  # noqa: E731
         assert slow_since(rows(own, ahead_s=0.9), 2) == onset
     hardly: Own = lambda rank, step: 0.52 if rank == 2 else 0.4  # noqa: E731
