@@ -24,6 +24,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from keepstep.agent.ranks.call_gaps import call_gaps
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
@@ -49,8 +50,12 @@ _KINDS: tuple[tuple[BlockKind, int, int], ...] = (
 MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
-def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummary:
+def summarise(
+    cut: Cut, rank: int, groups: Mapping[int, str], *, on_device: bool = False
+) -> IterationSummary:
     """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
+
+    ``on_device``: whether it has groups of a device, so that it may wait unseen from one call to the next.
 
     Of iterations that were cut together it is the last one's, with their mean times and no streams.
 
@@ -78,6 +83,7 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
             own[phase] = span.less(taken)
             taken = taken.joined(span)
     second = 1e-9 / cut.steps
+    between_ns, received_ns = call_gaps(operations, cut) if on_device and cut.steps == 1 else (-1, 0)
     return IterationSummary(
         rank=rank,
         step=cut.step,
@@ -91,6 +97,8 @@ def summarise(cut: Cut, rank: int, groups: Mapping[int, str]) -> IterationSummar
         gc_s=own[_GC] * second,
         evaluation_s=cut.evaluation_ns * second,
         checkpoint_s=cut.checkpoint_ns * second,
+        between_calls_s=between_ns * 1e-9 if between_ns >= 0 else -1.0,
+        after_receives_s=received_ns * 1e-9,
         streams=_streams(operations, begin, until, cut, groups) if cut.steps == 1 else (),
     )
 

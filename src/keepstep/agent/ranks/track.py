@@ -217,7 +217,7 @@ class RankTrack:
         if self._on_device and lacking > 0:
             found = [one for one in self._history if one.step < first_step][-lacking:] + found
         return found + [
-            summarise(cut, self.rank, self._names)
+            summarise(cut, self.rank, self._names, on_device=self._has_device)
             for several in self._cuts
             if not self._on_device
             and several.steps > 1
@@ -345,7 +345,7 @@ class RankTrack:
         self.together = cut.steps
         if cut.whole:
             self._keep(cut)
-        self.device.add(cut, summarise(cut, self.rank, self._names))
+        self.device.add(cut, summarise(cut, self.rank, self._names, on_device=self._has_device))
 
     def _iteration(
         self, cut: Cut, summary: IterationSummary, on_device: bool, now_ns: int, taken: Taken

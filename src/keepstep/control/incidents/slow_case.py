@@ -210,7 +210,9 @@ class SlowCase(Case):
             return
         before = between(rows, self._other_steps(onset), onset)
         surely = between(before, 0, onset - _EDGE_STEPS)
-        if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
+        steps, ranks = (distinct(column(surely, name)) for name in ("step", "rank"))
+        # A rank whose earlier steps are not known keeps those that are.
+        if len(steps) >= _LEAST_BEFORE and len(ranks) == len(distinct(column(before, "rank"))):
             before = surely
         # Steps after another incident's onset are slow for another cause, too.
         until = self._desk.register.next_change(onset + NEAR_STEPS)

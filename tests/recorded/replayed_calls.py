@@ -1,0 +1,184 @@
+"""A recorded call log as keepstep would have met it: each rank's calls in a real ring, at the times of the log.
+
+The probe records calls on NCCL as they are enqueued, so each ends as it begins. The log names neither groups nor peers:
+they follow from the layout, tensor-parallel groups of neighbouring ranks and 1F1B pipelines over them, without
+replicas. The call that ends a step follows the optimizer's. Time is the log's, and passes as fast as it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.recorded.watched_job import WatchedJob
+
+from keepstep.agent.node import NodeAgent
+from keepstep.agent.ranks import host_ring
+from keepstep.core.events import Flag, Kind, Op, Phase
+from keepstep.core.summary import SMALL_BYTES
+from keepstep.core.traced_operations import Call
+from keepstep.detect import find_period
+from keepstep.locate import CallStep, boundaries, split
+
+TICK_S = 0.5
+_OPS = {
+    "AllReduce": Op.ALLREDUCE,
+    "AllGather": Op.ALLGATHER,
+    "ReduceScatter": Op.REDUCE_SCATTER,
+    "Broadcast": Op.BROADCAST,
+    "Send": Op.SEND,
+    "Recv": Op.RECV,
+}
+_ENQUEUED_BY = int(Flag.END_BY_WAIT)
+_EPOCH_S = 1e6  # the clock's time when the log begins
+
+
+class SetClock:
+    """The module ``time`` at a time that is set."""
+
+    def __init__(self) -> None:
+        self.now_s = _EPOCH_S
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def monotonic_ns(self) -> int:
+        return round(self.now_s * 1e9)
+
+
+class ReplayedCalls(WatchedJob):
+    """``logs``: each rank's calls in order of time; ``tensor``: how many ranks a tensor-parallel group has."""
+
+    def __init__(
+        self, logs: Mapping[int, Sequence[Call]], folder: Path, patch: pytest.MonkeyPatch, *, tensor: int = 2
+    ) -> None:
+        self._times: dict[int, list[tuple[int, int]]] = {rank: [] for rank in logs}  # by ticket: start, end
+
+        def poll(reader: host_ring.RingReader) -> Any:
+            batch = _POLL(reader)
+            times = np.array(self._times[reader.header.rank] or [(0, 0)], np.int64)
+            for rows in (batch.started, batch.finished):
+                rows["start_ns"] = times[rows["ticket"].astype(np.int64), 0]
+            batch.finished["end_ns"] = times[batch.finished["ticket"].astype(np.int64), 1]
+            ended = batch.started["end_ns"] != 0
+            batch.started["end_ns"][ended] = times[batch.started["ticket"].astype(np.int64)[ended], 1]
+            return batch
+
+        patch.setattr(host_ring.RingReader, "poll", poll)
+        patch.setattr(NodeAgent, "_causes", lambda _: ())  # this machine's load is not the log's
+        self._set = SetClock()
+        super().__init__(logs, folder, patch, self._set, records=1 << 14)
+        self._tensor, self._stages = tensor, len(logs) // tensor
+        self._steps = _whole_steps(logs)
+        first_s = min(steps[0].begin_s for steps in self._steps.values())
+        self._ahead_s = _EPOCH_S + 1.0 - first_s
+        longest = max(self._steps.values(), key=len)
+        for rank, steps in self._steps.items():
+            begin_s = steps[0].begin_s
+            nearest = min(range(len(longest)), key=lambda at, t=begin_s: abs(longest[at].begin_s - t))
+            self.writers[rank].begins_at(nearest)
+        self._groups = {rank: self._enter_groups(rank) for rank in logs}
+
+    def run(self) -> None:
+        """Let the whole log pass."""
+        records = sorted(
+            (at_s + self._ahead_s, rank, number, record)
+            for rank, steps in self._steps.items()
+            for number, (at_s, *record) in enumerate(self._records(rank, steps))
+        )
+        next_beat_s = 0.0
+        for at_s, rank, _, record in records:
+            while self._set.now_s < at_s:
+                self._set.now_s += TICK_S
+                self.look()
+                if self._set.now_s >= next_beat_s:
+                    next_beat_s = self._set.now_s + 1.0
+                    self.beat()
+                    self.tick()
+            self._write(rank, round(at_s * 1e9), *record)
+        self.look()
+
+    def _write(self, rank: int, at_ns: int, kind: int, op: int, group: str, peer: int, nbytes: int) -> None:
+        self.writers[rank].start(kind, op, self._groups[rank].get(group, -1), peer, nbytes, _ENQUEUED_BY)()
+        self._times[rank].append((at_ns, at_ns + 1000))
+
+    def _enter_groups(self, rank: int) -> dict[str, int]:
+        size, tensor = self._tensor * self._stages, self._tensor
+        first = rank - rank % tensor
+        members = {
+            "world": range(size),
+            f"tp{rank // tensor}": range(first, first + tensor),
+            f"pp{rank % tensor}": range(rank % tensor, size, tensor),
+            f"dp{rank}": [rank],
+        }
+        return {
+            name.rstrip("0123456789"): self.writers[rank].group(name, list(some), "cuda:nccl", name)
+            for name, some in members.items()
+        }
+
+    def _records(
+        self, rank: int, steps: Sequence[CallStep]
+    ) -> Iterator[tuple[float, int, int, str, int, int]]:
+        """Time, kind, operation, group, peer and bytes of each record."""
+        stage = rank // self._tensor
+        for step in steps:
+            peers = self._peers(step.calls, stage)
+            for call in step.calls:
+                if call is step.calls[-1]:
+                    yield call.at_s - 2e-6, int(Kind.PHASE), int(Phase.OPTIMIZER), "", -1, 0
+                op = _OPS[call.function]
+                if op in peers:
+                    to = rank + (next(peers[op]) - stage) * self._tensor
+                    yield call.at_s, int(Kind.P2P), int(op), "pp", to, call.nbytes
+                    continue
+                shared = call.nbytes <= SMALL_BYTES and (call.function, call.nbytes) in self._in_all
+                alone = op == Op.REDUCE_SCATTER or op == Op.ALLGATHER or call.nbytes <= SMALL_BYTES
+                group = "world" if shared else "dp" if alone else "tp"
+                yield call.at_s, int(Kind.COLLECTIVE), int(op), group, -1, call.nbytes
+
+    @property
+    def _in_all(self) -> set[tuple[str, int]]:
+        """The calls, by function and bytes, that all ranks make."""
+        made = [
+            {(call.function, call.nbytes) for call in steps[-1].calls} for steps in self._steps.values()
+        ]
+        return set.intersection(*made)
+
+    def _peers(self, calls: Sequence[Call], stage: int) -> dict[Op, Iterator[int]]:
+        """The stages to which a step's messages go, and from which they come, in order (1F1B)."""
+        last = self._stages - 1
+        made = Counter(call.function for call in calls)
+        batches = max(made["Send"], made["Recv"]) // (1 if stage in (0, last) else 2)
+        ahead = min(last - stage, batches)
+        passes = "F" * ahead + "FB" * (batches - ahead) + "B" * ahead
+        to = [stage + 1 if one == "F" else stage - 1 for one in passes]
+        of = [stage - 1 if one == "F" else stage + 1 for one in passes]
+        return {
+            Op.SEND: iter([one for one in to if 0 <= one <= last]),
+            Op.RECV: iter([one for one in of if 0 <= one <= last]),
+        }
+
+
+_POLL = host_ring.RingReader.poll
+
+
+def _whole_steps(logs: Mapping[int, Sequence[Call]]) -> dict[int, list[CallStep]]:
+    """Each rank's steps, from the last one on of which calls were lost."""
+    periods: dict[int, Sequence[Call]] = {}
+    for rank, calls in logs.items():
+        period = find_period([(call.function, call.nbytes) for call in calls])
+        assert period is not None, rank
+        periods[rank] = calls[-period:]
+    at = boundaries(periods)
+    assert at is not None
+    found: dict[int, list[CallStep]] = {}
+    for rank, calls in logs.items():
+        steps = split(calls, at[rank])
+        usual = Counter(len(step.calls) for step in steps).most_common(1)[0][0]
+        lossy = [place for place, step in enumerate(steps) if len(step.calls) < usual]
+        found[rank] = steps[max(lossy, default=-1) + 1 :]
+    return found
