@@ -34,6 +34,7 @@ _OPS = {
     "Recv": Op.RECV,
 }
 _ENQUEUED_BY = int(Flag.END_BY_WAIT)
+_CALL_NS = 1000  # how long a call takes
 _EPOCH_S = 1e6  # the clock's time when the log begins
 
 
@@ -56,26 +57,30 @@ class ReplayedCalls(WatchedJob):
     def __init__(
         self, logs: Mapping[int, Sequence[Call]], folder: Path, patch: pytest.MonkeyPatch, *, tensor: int = 2
     ) -> None:
-        self._times: dict[int, list[tuple[int, int]]] = {rank: [] for rank in logs}  # by ticket: start, end
+        self._times = {rank: np.zeros(2 * len(calls), np.int64) for rank, calls in logs.items()}  # by ticket
+        self._written = dict.fromkeys(logs, 0)
 
         def poll(reader: host_ring.RingReader) -> Any:
             batch = _POLL(reader)
-            times = np.array(self._times[reader.header.rank] or [(0, 0)], np.int64)
+            times = self._times[reader.header.rank]
             for rows in (batch.started, batch.finished):
-                rows["start_ns"] = times[rows["ticket"].astype(np.int64), 0]
-            batch.finished["end_ns"] = times[batch.finished["ticket"].astype(np.int64), 1]
-            ended = batch.started["end_ns"] != 0
-            batch.started["end_ns"][ended] = times[batch.started["ticket"].astype(np.int64)[ended], 1]
+                starts_ns = times[rows["ticket"].astype(np.int64)]
+                rows["start_ns"] = starts_ns
+                rows["end_ns"] = np.where(rows["end_ns"] == 0, 0, starts_ns + _CALL_NS)
             return batch
 
         patch.setattr(host_ring.RingReader, "poll", poll)
-        patch.setattr(NodeAgent, "_causes", lambda _: ())  # this machine's load is not the log's
+        # What this process does, and this machine, is not the log's.
+        patch.setattr(NodeAgent, "_causes", lambda *_: ())
+        patch.setattr(NodeAgent, "_suspects", lambda *_: {})
         self._set = SetClock()
         super().__init__(logs, folder, patch, self._set, records=1 << 14)
         self._tensor, self._stages = tensor, len(logs) // tensor
         self._steps = _whole_steps(logs)
         first_s = min(steps[0].begin_s for steps in self._steps.values())
         self._ahead_s = _EPOCH_S + 1.0 - first_s
+        made = [{_symbol(call) for call in steps[-1].calls} for steps in self._steps.values()]
+        self._shared = set.intersection(*made)  # calls that all ranks make
         longest = max(self._steps.values(), key=len)
         for rank, steps in self._steps.items():
             begin_s = steps[0].begin_s
@@ -104,7 +109,8 @@ class ReplayedCalls(WatchedJob):
 
     def _write(self, rank: int, at_ns: int, kind: int, op: int, group: str, peer: int, nbytes: int) -> None:
         self.writers[rank].start(kind, op, self._groups[rank].get(group, -1), peer, nbytes, _ENQUEUED_BY)()
-        self._times[rank].append((at_ns, at_ns + 1000))
+        self._times[rank][self._written[rank]] = at_ns
+        self._written[rank] += 1
 
     def _enter_groups(self, rank: int) -> dict[str, int]:
         size, tensor = self._tensor * self._stages, self._tensor
@@ -135,18 +141,10 @@ class ReplayedCalls(WatchedJob):
                     to = rank + (next(peers[op]) - stage) * self._tensor
                     yield call.at_s, int(Kind.P2P), int(op), "pp", to, call.nbytes
                     continue
-                shared = call.nbytes <= SMALL_BYTES and (call.function, call.nbytes) in self._in_all
+                shared = call.nbytes <= SMALL_BYTES and _symbol(call) in self._shared
                 alone = op == Op.REDUCE_SCATTER or op == Op.ALLGATHER or call.nbytes <= SMALL_BYTES
                 group = "world" if shared else "dp" if alone else "tp"
                 yield call.at_s, int(Kind.COLLECTIVE), int(op), group, -1, call.nbytes
-
-    @property
-    def _in_all(self) -> set[tuple[str, int]]:
-        """The calls, by function and bytes, that all ranks make."""
-        made = [
-            {(call.function, call.nbytes) for call in steps[-1].calls} for steps in self._steps.values()
-        ]
-        return set.intersection(*made)
 
     def _peers(self, calls: Sequence[Call], stage: int) -> dict[Op, Iterator[int]]:
         """The stages to which a step's messages go, and from which they come, in order (1F1B)."""
@@ -163,6 +161,10 @@ class ReplayedCalls(WatchedJob):
         }
 
 
+def _symbol(call: Call) -> tuple[str, int]:
+    return call.function, call.nbytes
+
+
 _POLL = host_ring.RingReader.poll
 
 
@@ -170,7 +172,7 @@ def _whole_steps(logs: Mapping[int, Sequence[Call]]) -> dict[int, list[CallStep]
     """Each rank's steps, from the last one on of which calls were lost."""
     periods: dict[int, Sequence[Call]] = {}
     for rank, calls in logs.items():
-        period = find_period([(call.function, call.nbytes) for call in calls])
+        period = find_period([_symbol(call) for call in calls])
         assert period is not None, rank
         periods[rank] = calls[-period:]
     at = boundaries(periods)

@@ -26,7 +26,8 @@ _ALIKE = 0.7  # part of the greatest growth of own time; ranks above it cannot b
 _LEAST_CLEAR = 0.4  # the same part; that of all other ranks is below it
 _LEAST_WAIT = 0.3  # part of the job's growth by which all others must wait longer for messages
 _MOST_WAIT = 0.1  # part of the job's growth by which a slow rank may do so
-_LEAST_LATE = 0.02  # part of the job's growth; a smaller lateness shows nothing
+_LEAST_LATE = 0.01  # part of the job's growth; a smaller lateness, the mean of a step's, shows nothing
+_LEAST_LATE_S = 0.001  # nor does one that hosts have by chance
 _LATE_ALIKE = 0.5  # part of the greatest lateness; ranks above it cannot be told apart by it
 
 
@@ -70,7 +71,8 @@ def slow_host(evidence: Evidence, slowdown_s: float) -> SlowHost:
     if len(alike) > 1:
         late = _grown_lateness(evidence, before, after, alike)
         latest = max(late.values(), default=0.0)
-        named = [rank for rank in late if late[rank] >= max(_LATE_ALIKE * latest, _LEAST_LATE * slowdown_s)]
+        least = max(_LATE_ALIKE * latest, _LEAST_LATE * slowdown_s, _LEAST_LATE_S)
+        named = [rank for rank in late if late[rank] >= least]
         if len(named) != 1:
             return SlowHost(evidence=(*lines, "which of these is slow does not show"))
         lines.append(
