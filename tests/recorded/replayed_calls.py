@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -49,6 +49,17 @@ class SetClock:
 
     def monotonic_ns(self) -> int:
         return round(self.now_s * 1e9)
+
+
+class _Record(NamedTuple):
+    """What is written to a ring; ``group``: the name of its kind."""
+
+    at_s: float
+    kind: int
+    op: int
+    group: str = ""
+    peer: int = -1
+    nbytes: int = 0
 
 
 class ReplayedCalls(WatchedJob):
@@ -91,9 +102,9 @@ class ReplayedCalls(WatchedJob):
     def run(self) -> None:
         """Let the whole log pass."""
         records = sorted(
-            (at_s + self._ahead_s, rank, number, record)
+            (record.at_s + self._ahead_s, rank, number, record)
             for rank, steps in self._steps.items()
-            for number, (at_s, *record) in enumerate(self._records(rank, steps))
+            for number, record in enumerate(self._records(rank, steps))
         )
         next_beat_s = 0.0
         for at_s, rank, _, record in records:
@@ -104,11 +115,12 @@ class ReplayedCalls(WatchedJob):
                     next_beat_s = self._set.now_s + 1.0
                     self.beat()
                     self.tick()
-            self._write(rank, round(at_s * 1e9), *record)
+            self._write(rank, round(at_s * 1e9), record)
         self.look()
 
-    def _write(self, rank: int, at_ns: int, kind: int, op: int, group: str, peer: int, nbytes: int) -> None:
-        self.writers[rank].start(kind, op, self._groups[rank].get(group, -1), peer, nbytes, _ENQUEUED_BY)()
+    def _write(self, rank: int, at_ns: int, one: _Record) -> None:
+        group = self._groups[rank].get(one.group, -1)
+        self.writers[rank].start(one.kind, one.op, group, one.peer, one.nbytes, _ENQUEUED_BY)()
         self._times[rank][self._written[rank]] = at_ns
         self._written[rank] += 1
 
@@ -126,25 +138,22 @@ class ReplayedCalls(WatchedJob):
             for name, some in members.items()
         }
 
-    def _records(
-        self, rank: int, steps: Sequence[CallStep]
-    ) -> Iterator[tuple[float, int, int, str, int, int]]:
-        """Time, kind, operation, group, peer and bytes of each record."""
+    def _records(self, rank: int, steps: Sequence[CallStep]) -> Iterator[_Record]:
         stage = rank // self._tensor
         for step in steps:
             peers = self._peers(step.calls, stage)
             for call in step.calls:
                 if call is step.calls[-1]:
-                    yield call.at_s - 2e-6, int(Kind.PHASE), int(Phase.OPTIMIZER), "", -1, 0
+                    yield _Record(call.at_s - 2e-6, Kind.PHASE, Phase.OPTIMIZER)
                 op = _OPS[call.function]
                 if op in peers:
                     to = rank + (next(peers[op]) - stage) * self._tensor
-                    yield call.at_s, int(Kind.P2P), int(op), "pp", to, call.nbytes
+                    yield _Record(call.at_s, Kind.P2P, op, "pp", to, call.nbytes)
                     continue
                 shared = call.nbytes <= SMALL_BYTES and _symbol(call) in self._shared
                 alone = op == Op.REDUCE_SCATTER or op == Op.ALLGATHER or call.nbytes <= SMALL_BYTES
                 group = "world" if shared else "dp" if alone else "tp"
-                yield call.at_s, int(Kind.COLLECTIVE), int(op), group, -1, call.nbytes
+                yield _Record(call.at_s, Kind.COLLECTIVE, op, group, -1, call.nbytes)
 
     def _peers(self, calls: Sequence[Call], stage: int) -> dict[Op, Iterator[int]]:
         """The stages to which a step's messages go, and from which they come, in order (1F1B)."""

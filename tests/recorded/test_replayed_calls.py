@@ -17,7 +17,9 @@ from keepstep.core.traced_operations import Call
 from keepstep.traces.call_log import read_call_log
 
 SAMPLE = Path(os.environ.get("KEEPSTEP_SAMPLES", "/nonexistent")) / "megatrace_log" / "log_rank2_slow.tar.gz"
-with_samples = pytest.mark.skipif(not SAMPLE.exists(), reason="KEEPSTEP_SAMPLES names no folder with call logs")
+with_samples = pytest.mark.skipif(
+    not SAMPLE.exists(), reason="KEEPSTEP_SAMPLES names no folder with call logs"
+)
 
 Logs = Mapping[int, Sequence[Call]]
 SLOW = range(24, 40)
@@ -64,7 +66,7 @@ def test_a_slow_rank_is_named_live_as_offline(
 def test_a_rank_of_which_early_steps_are_lost_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = dict.fromkeys((2, 3), SLOW.start - 3)
+    lost = {2: SLOW.start - 3, 3: SLOW.start - 3}
     logs = pipeline_calls(STEPS, SLOW, {2: 2.0}, stages=4, lost=lost)
     (incident,) = live(logs, tmp_path, monkeypatch)
     assert [one.rank for one in incident.culprits] == [2]
@@ -117,13 +119,14 @@ def test_the_healthy_steps_of_a_real_call_log_have_no_incident(
 ) -> None:
     """Its last 13 s, in which it has recovered, four times over."""
     recorded = read_call_log([SAMPLE]).calls
-    ends = {rank: [call for call in calls if call.function == "AllGather" and call.nbytes > 1 << 30] for rank, calls in recorded.items()}
+    ends = {
+        rank: [call for call in calls if call.function == "AllGather" and call.nbytes > 1 << 30]
+        for rank, calls in recorded.items()
+    }
     logs: dict[int, list[Call]] = {}
     for rank, calls in recorded.items():
         first_s, last_s = ends[rank][-9].at_s, ends[rank][-1].at_s
         usual = [call for call in calls if first_s < call.at_s <= last_s]
         shift_s = ends[0][-1].at_s - ends[0][-9].at_s
-        logs[rank] = [
-            replace(call, at_s=call.at_s + turn * shift_s) for turn in range(4) for call in usual
-        ]
+        logs[rank] = [replace(call, at_s=call.at_s + turn * shift_s) for turn in range(4) for call in usual]
     assert live(logs, tmp_path, monkeypatch) == []

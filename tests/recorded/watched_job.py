@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, TypeVar
 
 import pytest
 
@@ -20,6 +20,8 @@ from keepstep.control.settings import Settings
 from keepstep.core.incident import Incident
 from keepstep.ring import RingWriter, create
 from keepstep.wire.messages import Hello, Message, ProfileRequest, StateRequest
+
+_Job = TypeVar("_Job", bound="WatchedJob")
 
 
 class Clock(Protocol):
@@ -61,7 +63,7 @@ class WatchedJob:
         self._mail: list[tuple[int, Message]] = []
         self.agents = {node: self._agent(node) for node in nodes}
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _Job) -> _Job:
         return self
 
     def __exit__(

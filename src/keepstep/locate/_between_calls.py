@@ -88,7 +88,7 @@ def slow_host(evidence: Evidence, slowdown_s: float) -> SlowHost:
 def _known(rows: IterationTable, least: int) -> dict[int, float]:
     """The median time between calls of the ranks of which that of at least so many iterations is known."""
     rows = rows.where(rows.column("between_calls_s") >= 0)
-    counts = Counter(rows.column("rank").tolist())
+    counts: Counter[int] = Counter(rows.column("rank").tolist())
     return {rank: own for rank, own in medians(rows, "between_calls_s").items() if counts[rank] >= least}
 
 

@@ -109,7 +109,9 @@ def pipeline_calls(
                         begin = max(begin + 1e-4, done[which, source, batch] + link)
                     end = begin + max(took(rank, BLOCK_S) for rank in ranks)
                     for rank in ranks:
-                        calls[rank] += [Call(begin + 1e-4 * at + 1e-6 * rank, "AllReduce", BIG) for at in (1, 2)]
+                        calls[rank] += [
+                            Call(begin + 1e-4 * at + 1e-6 * rank, "AllReduce", BIG) for at in (1, 2)
+                        ]
                         if 0 <= to < stages:
                             calls[rank].append(Call(end + 1e-6 * rank, "Send", BIG))
                     free[stage] = end + 1e-4

@@ -50,9 +50,7 @@ _KINDS: tuple[tuple[BlockKind, int, int], ...] = (
 MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
-def summarise(
-    cut: Cut, rank: int, groups: Mapping[int, str], *, on_device: bool = False
-) -> IterationSummary:
+def summarise(cut: Cut, rank: int, groups: Mapping[int, str], *, on_device: bool = False) -> IterationSummary:
     """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
 
     ``on_device``: whether it has groups of a device, so that it may wait unseen from one call to the next.
