@@ -1,36 +1,25 @@
-"""A recorded job as keepstep would have met it: its calls in real rings, its agents, and the controller's core.
+"""A recorded hang as keepstep would have met it: its calls in real rings, its agents, and the controller's core.
 
 Each rank's ring gets some healthy iterations and then the calls of its flight-recorder dump, as the probe records calls
 on NCCL; the ranks stand still from then on, while the time of the agents and the controller goes on. Asked what torch's
-recorder holds, a rank answers with its dump. All ranks are of this process.
+recorder holds, a rank answers with its dump.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
+from tests.recorded.watched_job import WatchedJob
 
-from keepstep.agent import node as node_module
-from keepstep.agent.node import NodeAgent
-from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
-from keepstep.control.controller import Controller
-from keepstep.control.effects import Effect, Send, WriteIncident
-from keepstep.control.settings import Settings
+from keepstep.agent.sensors.flight_recorder import Answer
 from keepstep.core.events import MESSAGES, Flag, Kind, Op, Phase
-from keepstep.core.incident import Incident
-from keepstep.ring import RingWriter, create
 from keepstep.traces.flight_recorder import parse_newest, torchs_name
-from keepstep.wire.messages import Hello, Message, StateRequest
 
 STEPS = 12
 TICK_S = 0.5
@@ -50,90 +39,52 @@ class LaterTime:
         return time.monotonic_ns() + int(self.ahead_s * 1e9)
 
 
-@dataclass
-class ReplayedJob:
-    """``dumps``: each rank's dump as plain data; ``mute``: ranks that do not answer; ``recorder``: whether any does."""
+class ReplayedJob(WatchedJob):
+    """``dumps``: each rank's dump as plain data; ``mute``: ranks that do not answer; ``recorder``: whether any does.
 
-    dumps: Mapping[int, Mapping[str, Any]]
-    folder: Path
-    patch: pytest.MonkeyPatch
-    mute: frozenset[int] = frozenset()
-    recorder: bool = True
-    per_node: int = 8
-    incidents: dict[int, Incident] = field(default_factory=dict[int, Incident])
-    first_s: float = -1.0
-    """How long the ranks had stood still when the first incident was told."""
+    Attributes:
+        first_s: how long the ranks had stood still when the first incident was told.
+    """
 
-    def __post_init__(self) -> None:
-        self.time = LaterTime()
-        self.patch.setattr(node_module, "time", self.time)
-        self._data = {rank: json.dumps(dump).encode() for rank, dump in self.dumps.items()}
-        self._parsed = {rank: parse_newest(data, rank) for rank, data in self._data.items()}
-        self._rings = {rank: create(4096) for rank in self.dumps}
-        size = max(self.dumps) + 1
-        self._writers = {
-            rank: RingWriter(ring, rank=rank, world_size=size) for rank, ring in self._rings.items()
-        }
-        nodes = sorted({rank // self.per_node for rank in self.dumps})
-        self.controller = Controller(Settings(nodes=len(nodes), validate=False), unix_s=lambda now_s: now_s)
-        self._mail: list[tuple[int, Message]] = []
-        self.agents = {node: self._agent(node) for node in nodes}
-        self._groups = {rank: self._enter_groups(rank) for rank in self.dumps}
-
-    def __enter__(self) -> ReplayedJob:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        dumps: Mapping[int, Mapping[str, Any]],
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        mute: frozenset[int] = frozenset(),
+        recorder: bool = True,
+        per_node: int = 8,
     ) -> None:
-        for agent in self.agents.values():
-            agent.close()
-        for writer in self._writers.values():
-            writer.close()
-        for ring in self._rings.values():
-            os.close(ring)
+        self.first_s = -1.0
+        self._mute, self._recorder = mute, recorder
+        self._data = {rank: json.dumps(dump).encode() for rank, dump in dumps.items()}
+        self._parsed = {rank: parse_newest(data, rank) for rank, data in self._data.items()}
+        self._time = LaterTime()
+        super().__init__(dumps, folder, patch, self._time, per_node=per_node)
+        self._groups = {rank: self._enter_groups(rank) for rank in dumps}
 
-    def _agent(self, node: int) -> NodeAgent:
-        paths = {
-            rank: f"/proc/{os.getpid()}/fd/{ring}"
-            for rank, ring in self._rings.items()
-            if rank // self.per_node == node
-        }
-        folder = self.folder / f"node-{node}"
-        folder.mkdir(parents=True)
-
-        def send(message: Message) -> None:
-            self._mail.append((node, message))
-
-        agent = NodeAgent(paths, f"node-{node}", node, folder, send)
-        agent._recorder = RecorderSensor(folder, self._ask, lambda *_: None)  # pyright: ignore[reportPrivateUsage]
-        self.controller.connected(node, "agent")
-        self.controller.message(
-            node, Hello("agent", f"node-{node}", node, os.getpid()), self.time.monotonic()
-        )
-        return agent
-
-    def _ask(self, run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
-        if not self.recorder:
+    def ask(self, run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
+        if not self._recorder:
             return None, 0.0
-        return ("mute" if rank in self.mute else parse_newest(self._data[rank], rank)), 0.0
+        return ("mute" if rank in self._mute else parse_newest(self._data[rank], rank)), 0.0
 
     def _enter_groups(self, rank: int) -> dict[str, int]:
         parsed = self._parsed[rank]
         return {
-            label: self._writers[rank].group(torchs_name(group), group.members, "cuda:nccl", group.desc)
+            label: self.writers[rank].group(torchs_name(group), group.members, "cuda:nccl", group.desc)
             for label, group in parsed.groups.items()
         }
 
     def train(self) -> None:
         """Some healthy iterations."""
         for _ in range(STEPS):
-            for writer in self._writers.values():
+            for writer in self.writers.values():
                 writer.start(Kind.PHASE, Phase.BACKWARD)()
                 writer.start(Kind.PHASE, Phase.OPTIMIZER)()
-            self.time.ahead_s += 0.1
+            self._time.ahead_s += 0.1
             self.look()
-        self._beat()
+        self.beat()
 
     def call(self) -> None:
         """All that the dumps have: the ranks' last calls."""
@@ -145,7 +96,7 @@ class ReplayedJob:
         }
         done = self._done_messages()
         for rank, dump in self._parsed.items():
-            writer, groups = self._writers[rank], self._groups[rank]
+            writer, groups = self.writers[rank], self._groups[rank]
             for (label, op, peer), count in done.items():
                 if label in groups and rank in dict(dump.groups)[label].members and peer[0] == rank:
                     for _ in range(count):
@@ -185,42 +136,16 @@ class ReplayedJob:
 
     def stand_still(self, most_s: float = 120.0, settle_s: float = 2.0) -> None:
         """Let time pass until ``settle_s`` after an incident was told."""
-        began_s = self.time.monotonic()
+        began_s = self._time.monotonic()
         until_s = began_s + most_s
         next_beat_s = 0.0
-        while self.time.monotonic() < until_s:
-            self.time.ahead_s += TICK_S
+        while self._time.monotonic() < until_s:
+            self._time.ahead_s += TICK_S
             self.look()
-            if self.time.monotonic() >= next_beat_s:
-                next_beat_s = self.time.monotonic() + 1.0
-                self._beat()
-            self._carry_out(self.controller.tick(self.time.monotonic()))
+            if self._time.monotonic() >= next_beat_s:
+                next_beat_s = self._time.monotonic() + 1.0
+                self.beat()
+            self.tick()
             if self.incidents and self.first_s < 0:
-                self.first_s = self.time.monotonic() - began_s
-                until_s = self.time.monotonic() + settle_s
-
-    def look(self) -> None:
-        for agent in self.agents.values():
-            agent.poll(self.time.monotonic_ns())
-        self._deliver()
-
-    def _beat(self) -> None:
-        for node, agent in self.agents.items():
-            self._mail.append((node, agent.heartbeat(self.time.monotonic_ns())))
-        self._deliver()
-
-    def _deliver(self) -> None:
-        while self._mail:
-            node, message = self._mail.pop(0)
-            self._carry_out(self.controller.message(node, message, self.time.monotonic()))
-
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, WriteIncident):
-                self.incidents[effect.incident.number] = effect.incident
-            elif isinstance(effect, Send) and isinstance(effect.message, StateRequest):
-                for node in effect.peers:
-                    answer = asyncio.run(self.agents[node].states(effect.message))
-                    self._mail.append((node, answer))
-        if self._mail:
-            self._deliver()
+                self.first_s = self._time.monotonic() - began_s
+                until_s = self._time.monotonic() + settle_s

@@ -13,6 +13,8 @@ from keepstep.core.launched import Launched
 
 COMMUNICATORS = "nccl-"
 """How the names of NCCL's communicators begin, which the shim gives them."""
+SMALL_BYTES = 1024
+"""The result of a collective of at most so many bytes is often one that the host waits for: a norm, a loss, a flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ class IterationSummary:
     it was blocked in; operations in flight where blocking cannot be told from overlap) and less evaluation and
     checkpoint. Where ``ahead_s`` is not negative, duration, own time and streams are those of the rank's GPU: it
     waited while communication blocked its compute stream.
+
+    ``between_calls_s`` and ``after_receives_s`` are of the host's calls on a device: from the call of a message's
+    receipt to the next call it may have waited, as after a small collective, whose result is read; all other time from
+    call to call is between them.
     """
 
     rank: int
@@ -84,6 +90,8 @@ class IterationSummary:
     ahead_s: float = (
         -1.0
     )  # how far the host was ahead of its GPU at the end; below 0: all times are the host's
+    between_calls_s: float = -1.0  # below 0: not known
+    after_receives_s: float = 0.0
     streams: tuple[StreamSummary, ...] = ()
 
 

@@ -15,9 +15,9 @@ from statistics import median
 
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import SMALL_BYTES
 from keepstep.core.traced_operations import Call
 
-_SMALL_BYTES = 1024  # a smaller collective has a result that the host waits for
 _LEAST_SLOWDOWN = 0.03  # part of a healthy step by which steps must have grown
 _LEAST_SHARE = 0.25  # part of the job's growth that the culprit's own time must show
 _ALIKE = 0.7  # part of the greatest growth; ranks above it cannot be told apart by own time
@@ -123,7 +123,7 @@ def _own_s(steps: Sequence[CallStep]) -> float:
         before_s, waits, total = step.begin_s, False, 0.0
         for call in step.calls:
             total += 0.0 if waits else call.at_s - before_s
-            small = call.nbytes <= _SMALL_BYTES and call.function != "Send"
+            small = call.nbytes <= SMALL_BYTES and call.function != "Send"
             before_s, waits = call.at_s, small or call.function == "Recv"
         totals.append(total)
     return median(totals)
@@ -166,7 +166,7 @@ def _small(step: CallStep) -> dict[_Key, float]:
     found: dict[_Key, float] = {}
     counts: Counter[tuple[str, int]] = Counter()
     for call in step.calls:
-        if call.nbytes <= _SMALL_BYTES and call.function not in ("Send", "Recv"):
+        if call.nbytes <= SMALL_BYTES and call.function not in ("Send", "Recv"):
             symbol = (call.function, call.nbytes)
             found[(*symbol, counts[symbol])] = call.at_s
             counts[symbol] += 1

@@ -20,6 +20,7 @@ from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import CPU_CAUSES, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
+from keepstep.locate._between_calls import slow_host
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._slow_links import (
     SlowLinks,
@@ -274,6 +275,12 @@ def _by_witnesses(nobody: Diagnosis, evidence: Evidence, growth: _Growth) -> Dia
     culprits = _held_up(evidence, growth)
     links = SlowLinks() if culprits else links_by_counters(evidence)
     culprits += links.culprits
+    if not culprits and growth.before is not None:
+        host = slow_host(evidence, growth.slowdown_s)
+        told = (*host.evidence, *nobody.evidence)
+        if host.culprits:
+            return Diagnosis("slow", host.culprits, host.victims, told)
+        nobody = replace(nobody, evidence=told)
     blamed = {culprit.rank for culprit in culprits}
     blamed.update(rank for culprit in culprits if culprit.link for rank in culprit.link.ranks)
     victims = tuple(rank for rank in growth.ranks.tolist() if rank not in blamed) if culprits else ()

@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from keepstep.agent.ranks.call_gaps import call_gaps
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
@@ -50,11 +51,18 @@ MOST_BLOCKS = 4096  # most blocks of one rank in one iteration
 
 
 def summarise(
-    cut: Cut, rank: int, groups: Mapping[int, str], told: Collection[int] | None = None
+    cut: Cut,
+    rank: int,
+    groups: Mapping[int, str],
+    *,
+    told: Collection[int] | None = None,
+    on_device: bool = False,
 ) -> IterationSummary:
     """The summary of one iteration of ``rank``; ``groups`` are names by the ring's group numbers.
 
-    ``told``: the groups whose streams are told; None: all.
+    ``told``: the groups whose streams are told; None: all. ``on_device``: whether it may wait unseen from one call to
+    the next, as on groups of a device that is not measured.
+
     Of iterations that were cut together it is the last one's, with their mean times and no streams.
 
     Phase times such as ``data_s`` are own time: waits are left out, and a moment that lies in several phases counts
@@ -81,6 +89,7 @@ def summarise(
             own[phase] = span.less(taken)
             taken = taken.joined(span)
     second = 1e-9 / cut.steps
+    between_ns, received_ns = call_gaps(operations, cut) if on_device and cut.steps == 1 else (-1, 0)
     return IterationSummary(
         rank=rank,
         step=cut.step,
@@ -94,6 +103,8 @@ def summarise(
         gc_s=own[_GC] * second,
         evaluation_s=cut.evaluation_ns * second,
         checkpoint_s=cut.checkpoint_ns * second,
+        between_calls_s=between_ns * 1e-9 if between_ns >= 0 else -1.0,
+        after_receives_s=received_ns * 1e-9,
         streams=_streams_told(operations, begin, until, cut, groups, told) if cut.steps == 1 else (),
     )
 

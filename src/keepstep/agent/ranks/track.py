@@ -222,7 +222,7 @@ class RankTrack:
         if self._on_device and lacking > 0:
             found = [one for one in self._history if one.step < first_step][-lacking:] + found
         return found + [
-            summarise(cut, self.rank, self._names)
+            summarise(cut, self.rank, self._names, on_device=self._has_device)
             for several in self._cuts
             if not self._on_device
             and several.steps > 1
@@ -353,7 +353,8 @@ class RankTrack:
         if cut.whole:
             self._keep(cut)
         told = self._waiting_groups if self._on_device else None  # of the others the GPU's streams are told
-        self.device.add(cut, summarise(cut, self.rank, self._names, told))
+        on_device = self._has_device and not self._on_device
+        self.device.add(cut, summarise(cut, self.rank, self._names, told=told, on_device=on_device))
 
     def _iteration(
         self, cut: Cut, summary: IterationSummary, on_device: bool, now_ns: int, taken: Taken

@@ -214,7 +214,9 @@ class SlowCase(Case):
             return
         before = between(rows, self._other_steps(onset), onset)
         surely = between(before, 0, onset - _EDGE_STEPS)
-        if len(distinct(column(surely, "step"))) >= _LEAST_BEFORE:
+        steps, ranks = (distinct(column(surely, name)) for name in ("step", "rank"))
+        # A rank whose earlier steps are not known keeps those that are.
+        if len(steps) >= _LEAST_BEFORE and len(ranks) == len(distinct(column(before, "rank"))):
             before = surely
         # Steps after another incident's onset are slow for another cause, too.
         until = self._desk.register.next_change(onset + NEAR_STEPS)
@@ -239,8 +241,7 @@ class SlowCase(Case):
         late = between(rows, first + FIRST_STEPS, 1 << 31)
         peers = self._desk.evidence(now_s, before=between(rows, 0, 0), after=late, onset_step=first)
         self.stages = self._desk.locators.stages(peers) or {}
-        # Where ranks send each other messages in an order that is not known, their work may differ.
-        unlike = not self.stages and sends_messages(late)
+        unlike = not self.stages and sends_messages(late)  # stages that are not known may have unlike work
         since = None if unlike else slow_since(rows, next(iter(self._slow), -1), self.stages)
         if since is None and self.incident is None:
             self.closed = True

@@ -1,0 +1,34 @@
+"""How an iteration's time passes from call to call of a rank's host, where the host's waits are not recorded.
+
+On a device's backend a call only enqueues its operation. A host that waits for others does so between two calls, mostly
+after a receive, or after a small collective whose result it reads (MegaTrace §III-B).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepstep.agent.ranks.cut import Cut
+from keepstep.agent.ranks.event_buffer import Rows, chosen
+from keepstep.core.events import Kind, Op
+from keepstep.core.summary import SMALL_BYTES
+
+_P2P, _RECV = int(Kind.P2P), int(Op.RECV)
+
+
+def call_gaps(operations: Rows, cut: Cut) -> tuple[int, int]:
+    """The time after calls that wait for nobody, and the time after receives, in ns; (-1, 0) if it called nothing.
+
+    The time before the first call is in neither: whether the call before it waited is not known here.
+    """
+    operations = chosen(operations, operations["start_ns"] >= cut.start_ns)
+    if not len(operations):
+        return -1, 0
+    operations = chosen(operations, np.argsort(operations["start_ns"], kind="stable"))
+    starts = operations["start_ns"]
+    ends = np.append(starts[1:], cut.end_ns)
+    gaps = ends - starts - cut.pauses.within(starts, ends)
+    messages = operations["kind"] == _P2P
+    receives = messages & (operations["op"] == _RECV)
+    small = ~messages & (operations["bytes"] <= SMALL_BYTES)
+    return int(gaps[~(receives | small)].sum()), int(gaps[receives].sum())
