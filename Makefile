@@ -7,6 +7,7 @@ WHEELS      ?=
 JOBS        ?= 2
 CUDA_VENV   ?= .venv-cuda
 TORCH_CUDA  ?= torch==2.14.1
+CUDA_HEADERS ?= nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -18,13 +19,14 @@ CUDA   := $(CUDA_VENV)/.ready-$(subst ==,-,$(TORCH_CUDA))
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl cuda test test-cuda test-long test-fast lint types docs format check wheels wheels-check
+.PHONY: help setup demo nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels wheels-check
 .PHONY: soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
 	@echo "make test    set up, run the tests"
 	@echo "make test-cuda  tests with the CUDA build of torch on a stand-in for the GPU (downloads 560 MB)"
+	@echo "make smoke   capture, verdict and recovery on Gloo with the torch of make test-cuda, or another (CONTRIBUTING)"
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
@@ -79,7 +81,7 @@ $(CUDA): | $(DEV)
 	  > $$(echo $(CUDA_VENV)/lib/python*/site-packages)/behind.pth
 	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TORCH_CUDA)"
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(CUDA_VENV)/headers \
-	  nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
+	  $(CUDA_HEADERS)
 	for wheel in $(CUDA_VENV)/headers/*.whl; do \
 	  $(BIN)/python -m zipfile -e $$wheel $(CUDA_VENV)/headers && rm $$wheel || exit 1; done
 	@touch $@
@@ -93,6 +95,19 @@ test: $(DEV)
 
 test-cuda: cuda
 	STAND_IN_VENV="$(CUDA_VENV)" $(PYTEST) -m cuda tests/cuda
+
+# Another torch than $(TORCH) on Gloo: its CUDA wheel on the stand-ins, which show no GPU.
+SMOKE = tests/unit/capture tests/unit/session tests/e2e/test_capture_phases.py \
+  tests/e2e/test_capture_operations.py::test_compiled_ddp_computes_the_same_and_compilation_is_marked \
+  tests/e2e/test_capture_operations.py::test_ddp_is_the_same_whoever_looks_at_its_operators \
+  tests/e2e/test_in_place.py::test_two_deaths_cost_no_bit_and_only_the_dead_are_replaced \
+  tests/e2e/test_watch.py::test_a_dead_process_is_a_crash_and_its_code_is_returned \
+  tests/e2e/test_watch.py::test_a_stopped_process_is_a_hang_until_it_goes_on
+smoke: export LD_LIBRARY_PATH := $(abspath $(CUDA_VENV))/stand_in
+smoke: export STAND_IN_DEVICES := 0
+smoke: cuda
+	$(CUDA_VENV)/bin/python -m pytest -q $(SMOKE)
+	$(CUDA_VENV)/bin/python examples/demo.py
 
 # Ten times the seeds and examples, whole campaigns, all sanitizers, other people's frameworks: hours.
 test-long: $(FRAMEWORKS)

@@ -27,6 +27,7 @@ _PREFIXES = {  # of the functions that are wanted without a symbol version
     "libcufft.so": "cufft", "libcurand.so": "curand", "libcusparse.so": "cusparse", "libcusolver.so": "cusolver",
     "libnccl.so": "nccl",
 }  # fmt: skip
+_KERNEL_OF = "getComputedKernelForDispatchKey"
 _NOT_SUPPORTED = 801
 _FLAGS = ["-O2", "-shared", "-fPIC", "-std=c++17", "-fno-builtin", "-pthread"]
 _WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter"]
@@ -82,7 +83,8 @@ def _defined_in(*sources: str) -> set[str]:
 
 class _Builder:
     def __init__(self, headers: Path, wanted: Wanted, out: Path) -> None:
-        self.includes = [f"-I{headers / 'nvidia/cu13/include'}"]
+        # CUDA 13's wheels share a folder, each of CUDA 12's has one of its own.
+        self.includes = [f"-I{folder}" for folder in sorted(headers.glob("nvidia/*/include"))]
         self.wanted = wanted
         self.out = out
 
@@ -142,30 +144,51 @@ def _build(torch: Path, headers: Path, out: Path) -> None:
     builder = _Builder(headers, wanted, out)
 
     driver = {
-        *re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", (headers / "nvidia/cu13/include/cuda.h").read_text())
+        name
+        for header in headers.glob("nvidia/*/include/cuda.h")
+        for name in re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header.read_text())
     }
     core = ("device.cpp", "memory.cpp", "control.cpp", "driver.cpp")
     builder.library("libcuda.so.1", *core, stubs=driver - _defined_in(*core))
-    runtime = wanted.of("libcudart.so.13") - _defined_in("runtime.cpp")
-    builder.library(
-        "libcudart.so.13", "runtime.cpp", over=("libcuda.so.1",), stubs=runtime, says=_NOT_SUPPORTED
-    )
+    (cudart,) = (soname for soname in wanted.sonames if soname.startswith("libcudart.so."))
+    # CUDA 12's header renames some of them by a macro.
+    ours = {name + ending for name in _defined_in("runtime.cpp") for ending in ("", "_v2")}
+    runtime = wanted.of(cudart) - ours
+    builder.library(cudart, "runtime.cpp", over=("libcuda.so.1",), stubs=runtime, says=_NOT_SUPPORTED)
     nccl = ("nccl.cpp", "nccl_values.cpp", "nccl_work.cpp", "ras.cpp")
     builder.library(
         "libnccl.so.2", *nccl, over=("libcuda.so.1",), stubs=wanted.of("libnccl.so.2") - _defined_in(*nccl)
     )
+<<<<<<< HEAD
     builder.library("libnvidia-ml.so.1", "nvml.cpp", stubs=set())
     for soname in ("libcublas.so.13", "libcublasLt.so.13"):
+=======
+    blas = {soname for soname in wanted.sonames if soname.startswith("libcublas")}
+    for soname in sorted(blas):
+>>>>>>> 70b488c79f0da281c213947892b17f636f0521a0
         stubs = wanted.of(soname) - _defined_in("blas.cpp")
         builder.library(soname, "blas.cpp", over=("libcuda.so.1",), stubs=stubs)
-    done = {"libcuda.so.1", "libcudart.so.13", "libnccl.so.2", "libcublas.so.13", "libcublasLt.so.13"}
+    done = {"libcuda.so.1", cudart, "libnccl.so.2", *blas}
     for soname in sorted(wanted.sonames - done):
         builder.library(soname, stubs=wanted.of(soname))
+    dispatcher = torch.parent / "include/ATen/core/dispatch/Dispatcher.h"
+    if _KERNEL_OF not in dispatcher.read_text():
+        return  # torch 2.7 tells no kernel of an operator: there they compute nothing
     includes = [f"-I{torch.parent / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
-    cuda = f"-I{headers / 'nvidia/cu13/include'}"
     operators = [SOURCES / "operators.cpp", "-o", out / OPERATORS, f"-L{torch}", f"-Wl,-rpath,{torch}"]
     libraries = ["-lc10", "-ltorch_cpu", "-lc10_cuda", out / "libcuda.so.1", "-Wl,--allow-shlib-undefined"]
-    _run("g++", "-O1", "-shared", "-fPIC", "-std=c++20", "-w", *includes, cuda, *operators, *libraries)
+    _run(
+        "g++",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        "-w",
+        *includes,
+        *builder.includes,
+        *operators,
+        *libraries,
+    )
 
 
 if __name__ == "__main__":

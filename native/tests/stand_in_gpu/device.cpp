@@ -133,7 +133,7 @@ void host_reached(Ns when) {
 }
 
 int device_count() {
-  static const int count = std::max(1, static_cast<int>(setting("STAND_IN_DEVICES", 8)));
+  static const int count = std::max(0, static_cast<int>(setting("STAND_IN_DEVICES", 8)));
   return count;
 }
 int& current_device() {

@@ -1,4 +1,4 @@
-// TEST DOUBLE: CUDA's runtime (libcudart.so.13) over the stand-in's device. What torch wants and is not here says "not
+// TEST DOUBLE: CUDA's runtime (libcudart.so.12 or .13) over the stand-in's device. What torch wants and is not here says "not
 // supported"; tools that build it (benchmarks/stand_in/build.py) add those.
 #include <cuda_runtime_api.h>
 
@@ -103,7 +103,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = 13000;
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* all, int device) {
@@ -386,7 +386,11 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, std::size_t*) {
+                                     const cudaGraphNode_t**,
+#if CUDART_VERSION >= 13000
+                                     const cudaGraphEdgeData**,
+#endif
+                                     std::size_t*) {
   const Graph* graph = stream(handle)->capturing();
   *status = graph != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   if (id != nullptr) *id = reinterpret_cast<std::uintptr_t>(graph);

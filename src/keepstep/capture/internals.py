@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,6 +68,25 @@ _core = cast(Any, torch._C)
 _eval_frame: Any = getattr(getattr(_core, "_dynamo", None), "eval_frame", None)
 _set_eval_frame: Any = getattr(_eval_frame, "set_eval_frame", None)
 _compiling_callback: Any = getattr(_eval_frame, "get_eval_frame_callback", None)
+
+
+def with_own_reference(function: Callable[[], object]) -> Callable[[], object]:
+    """``function``, whose results do not own the reference that Python gives up after use; these do.
+
+    Else each call would take a reference from None, or from the compiler's callback, and at 0 the process crashes.
+    """
+    take = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+    def owned() -> object:
+        found = function()
+        take(found)
+        return found
+
+    return owned
+
+
+if _compiling_callback is not None and torch.__version__.startswith("2.7."):
+    _compiling_callback = with_own_reference(_compiling_callback)
 
 
 def _may_compile() -> object:

@@ -186,7 +186,8 @@ def _empty_caches() -> None:
     tensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     dispatcher: Any = getattr(tensor, "_op_dispatcher", None)
     if dispatcher is not None:
-        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        known = dispatcher.sharding_propagator.propagate_op_sharding
+        (known if hasattr(known, "cache_clear") else known.cache).cache_clear()  # torch < 2.9 has the latter
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
         planning = sys.modules.get("torch.distributed.tensor._redistribute")
         getattr(planning, "clear_redistribute_planner_cache", _nothing)()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_mesh_that_outlives_the_training_is_found() -> None:
     held = groups.let_go()
     assert held[-1].startswith("1 device meshes")
     kept.clear()
+
+
+def test_a_cache_that_clears_only_what_is_inside_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.7 and 2.8 has no ``cache_clear``."""
+    from torch.distributed.tensor import DTensor
+
+    inside = functools.lru_cache(str)
+    inside(1)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    monkeypatch.setattr(propagator, "propagate_op_sharding", SimpleNamespace(cache=inside))
+    groups.let_go()
+    assert inside.cache_info().currsize == 0
 
 
 def test_threads_that_wait_for_work_are_quiet() -> None:
