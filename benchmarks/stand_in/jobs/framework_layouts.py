@@ -3,6 +3,7 @@
 Their hosts do not run ahead: Megatron waits for its device at each message between stages, as it does by default, and
 both look at the gradient's norm in each step.
 """
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -180,12 +180,11 @@ def test_a_stage_that_calls_less_than_another_has_not_skipped_an_operation():
     states = []
     for rank in range(4):
         group, seq = ("m", 13) if rank == 0 else ("w", 17)
+        own, made = ("first", 130) if rank < 2 else ("last", 208)
         streams = [
             StreamProgress("w", int(Op.ALLREDUCE), -1, 16 + (rank > 0), 16),
             StreamProgress("m", int(Op.ALLREDUCE), -1, 12 + (rank == 0), 12),
-            StreamProgress(
-                "first" if rank < 2 else "last", int(Op.ALLREDUCE), -1, *[130 if rank < 2 else 208] * 2
-            ),
+            StreamProgress(own, int(Op.ALLREDUCE), -1, made, made),
             StreamProgress("w", int(Op.SEND), rank ^ 2, 26, 26),
             StreamProgress("w", int(Op.RECV), rank ^ 2, 26, 26),
         ]
