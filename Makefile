@@ -19,8 +19,8 @@ CUDA   := $(CUDA_VENV)/.ready-$(subst ==,-,$(TORCH_CUDA))
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 
-.PHONY: help setup demo nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels wheels-check
-.PHONY: soak bench clean
+.PHONY: help setup demo frameworks nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels
+.PHONY: wheels-check soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-cuda  tests with the CUDA build of torch on a stand-in for the GPU (downloads 560 MB)"
 	@echo "make smoke   capture, verdict and recovery on Gloo with the torch of make test-cuda, or another (CONTRIBUTING)"
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
+	@echo "make frameworks  Lightning, DeepSpeed and Megatron, for their tests and campaigns"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
 	@echo "make wheels  wheels that need no compiler (glibc 2.28 or newer), and the demo from one"
@@ -55,6 +56,8 @@ $(DEV): $(READY)
 	@touch $@
 
 # What the integrations are for; torch stays as it is.
+frameworks: $(FRAMEWORKS)
+
 $(FRAMEWORKS): $(DEV)
 	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot,lightning,deepspeed,megatron]" accelerate transformers
 	@touch $@

@@ -8,7 +8,9 @@
 
 With `--backend gloo-as-nccl` the probe takes the job's Gloo groups for NCCL's (`as_nccl.py`), and the results are those
 of a case of that name: `hang-backward, gloo-as-nccl`. `--backend stand-in-nccl` has cases of its own, on the CUDA build
-of torch and a stand-in for the GPU (`make cuda` first, or STAND_IN_VENV): `drawn`, and `pairs-with-ports` (needs root).
+of torch and a stand-in for the GPU (`make cuda` first, or STAND_IN_VENV): `drawn`; `drawn-frameworks`, whose layouts
+are megatron-core's and DeepSpeed's (`make frameworks`; without one its seeds are left out); `pairs-with-ports` (needs
+root).
 
 Every seed runs one job under ``keepstep run`` and is judged from what keepstep wrote in the run's folder against what
 was injected. ``seeds.jsonl`` in ``--out`` has a line for every seed, failed ones too; seeds that have one are not run
@@ -33,7 +35,7 @@ from benchmarks.campaign.cases import CASES
 from benchmarks.campaign.running import REPLAY, run_case, run_replay
 from benchmarks.campaign.seeds import NAME, convert, kept
 from benchmarks.campaign.stand_in import CASE as STAND_IN_CASE
-from benchmarks.campaign.stand_in import PORTS_CASE, STAND_IN_NCCL
+from benchmarks.campaign.stand_in import FRAMEWORKS_CASE, PORTS_CASE, STAND_IN_NCCL
 from benchmarks.campaign.stand_in_ports import missing
 
 NAMES = (*CASES, REPLAY)
@@ -43,9 +45,14 @@ ALL_CASES = {
     **CASES,
     **{one.name: one for one in (on_backend(case, AS_NCCL) for case in CASES.values())},
     STAND_IN_CASE.name: STAND_IN_CASE,
+    FRAMEWORKS_CASE.name: FRAMEWORKS_CASE,
     PORTS_CASE.name: PORTS_CASE,
 }
-OF_STAND_IN = {"drawn": STAND_IN_CASE.name, "pairs-with-ports": PORTS_CASE.name}
+OF_STAND_IN = {
+    "drawn": STAND_IN_CASE.name,
+    "drawn-frameworks": FRAMEWORKS_CASE.name,
+    "pairs-with-ports": PORTS_CASE.name,
+}
 FRESH = 100  # seeds from here on are not looked at while what they test is built
 _ROOT = Path(__file__).resolve().parents[2]
 

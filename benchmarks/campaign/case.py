@@ -35,6 +35,7 @@ class Case:
     shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
     share: float = 1.0  # of the seeds, that is to pass
     zero: tuple[str, ...] = ()  # figures of ``measured`` that are to be 0 in all seeds together
+    lacks: Callable[[int], str] | None = None  # the package that a seed needs and that is not there, or ""
 
 
 def on_backend(case: Case, backend: str) -> Case:

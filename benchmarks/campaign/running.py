@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -58,7 +58,7 @@ def _result(outcome: Outcome, why: list[str], measured: dict[str, Any]) -> dict[
 def run_case(case: Case, seeds: Iterable[int], arguments: argparse.Namespace) -> None:
     """Run the seeds of a case that have no result yet."""
     done = {} if arguments.again else kept(arguments.out, case.name)
-    todo = [seed for seed in seeds if seed not in done]
+    todo = _without_lacking(case, [seed for seed in seeds if seed not in done])
 
     def one(seed: int) -> None:
         result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)
@@ -70,6 +70,16 @@ def run_case(case: Case, seeds: Iterable[int], arguments: argparse.Namespace) ->
         # jobs that run together start together: one that starts later would slow the others for seconds
         for first in range(0, len(todo), arguments.parallel):
             list(pool.map(one, todo[first : first + arguments.parallel]))
+
+
+def _without_lacking(case: Case, seeds: Sequence[int]) -> list[int]:
+    """The seeds whose packages are installed; the others are told."""
+    lacking = {seed: case.lacks(seed) if case.lacks else "" for seed in seeds}
+    for package in sorted(set(lacking.values()) - {""}):
+        count = sum(one == package for one in lacking.values())
+        why = f"{package} is not installed (make frameworks)"
+        print(f"{case.name}: {count} seeds are left out, {why}", flush=True)
+    return [seed for seed in seeds if not lacking[seed]]
 
 
 def run_replay(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.campaign.case import Case, Verdict, culprit_ranks, left_over, named_for_sure
 from benchmarks.campaign.stand_in_draw import (
     CUT,
+    FRAMEWORK_LAYOUTS,
+    FRAMEWORKS,
     HANGS,
     HEALTHY,
     HISTORY,
@@ -18,6 +20,7 @@ from benchmarks.campaign.stand_in_draw import (
     SLOW,
     Drawn,
     draw,
+    draw_frameworks,
     draw_with_ports,
 )
 from benchmarks.campaign.trial import Outcome, Plan, StandIn
@@ -29,6 +32,9 @@ _KERNEL_US_A_RANK = 2500.0  # in real pace hosts that share two cores have to be
 _VIRTUAL_KERNEL_US, _PACE_S = 12_000.0, 0.25
 _EARLY_KERNEL_US, _EARLY_PACE_S = 24_000.0, 0.5
 _PORTS_KERNEL_US = 5000.0  # in real pace, as counters are: four ranks
+# Kernels that follow each other in a step, which takes as long in each layout.
+_KERNELS, _KERNELS_OF_DDP = {"megatron": 320, "deepspeed": 180}, 42
+_PACKAGES = {"megatron": ("megatron.core", "megatron-core"), "deepspeed": ("deepspeed", "deepspeed")}
 _GBPS = "0.0017"  # so that a transfer takes a part of the step that a slow pair can make longer
 _WITHIN = 3  # iterations until a slow rank is named that has a healthy past
 _EARLY_WITHIN, _SIXTH = 5, 5  # those after the sixth step where it has none, and that step's number
@@ -43,6 +49,18 @@ _NETWORK = ("network", "path broken", "link down")  # what the network is called
 
 def plan(seed: int) -> Plan:
     return _plan(draw(seed), with_ports=False)
+
+
+def plan_frameworks(seed: int) -> Plan:
+    return _plan(draw_frameworks(seed), with_ports=False)
+
+
+def lacks(seed: int) -> str:
+    """The package that the seed's layout needs, unless it is installed."""
+    from benchmarks.stand_in.launch import is_installed
+
+    module, package = _PACKAGES[draw_frameworks(seed).layout]
+    return "" if is_installed(module) else package
 
 
 def plan_with_ports(seed: int) -> Plan:
@@ -61,6 +79,7 @@ def _plan(drawn: Drawn, *, with_ports: bool) -> Plan:
         pace = "--pace-s", str(_PACE_S)
     elif with_ports:
         kernel_us = _PORTS_KERNEL_US
+    kernel_us *= _KERNELS_OF_DDP / _KERNELS.get(drawn.layout, _KERNELS_OF_DDP)
     return Plan(
         script="benchmarks/stand_in/jobs/train.py",
         arguments=("--layout", drawn.layout, "--steps", str(drawn.steps), *pace),
@@ -82,7 +101,7 @@ def _plan(drawn: Drawn, *, with_ports: bool) -> Plan:
             faults=drawn.faults,
             clock="virtual" if is_virtual else "real",
             kernel_us=kernel_us,
-            values=drawn.layout == "pipeline",
+            values=drawn.layout in ("pipeline", *FRAMEWORK_LAYOUTS),
             settings=settings,
             nodes=drawn.nodes,
             with_ports=with_ports,
@@ -245,6 +264,17 @@ CASE = Case(
     ("iterations", "late", "seconds_to_verdict", "felt"),
     share=0.97,
     zero=("wrong_for_sure", "hangs_of_healthy"),
+)
+FRAMEWORKS_CASE = Case(
+    FRAMEWORKS,
+    72,
+    "right rank and kind >= 97 %, wrong with confidence high 0, no hang told of healthy jobs (stand-in for the GPU)",
+    plan_frameworks,
+    judge,
+    ("iterations", "late", "seconds_to_verdict", "felt"),
+    share=0.97,
+    zero=("wrong_for_sure", "hangs_of_healthy"),
+    lacks=lacks,
 )
 PORTS_CASE = Case(
     PORTS,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.campaign.case import drawn, kind_of
 from benchmarks.stand_in.faults import Fault, Phase
 
 NAME = "drawn, stand-in-nccl"
+FRAMEWORKS = "drawn frameworks, stand-in-nccl"
 PORTS = "pairs with ports, stand-in-nccl"  # of four nodes, whose ports of InfiniBand tell which pair it is
 SLOW = ("slow x1.3", "slow x2", "slow x4", "two slow", "slow early")
 PAIR, CUT = "slow pair", "cut pair"
@@ -27,6 +29,7 @@ HANGS = {
 HEALTHY = ("checkpoint", "evaluation", "first step")
 KINDS = (*SLOW, PAIR, *HANGS, *HEALTHY)
 LAYOUTS = ("ddp", "fsdp2", "pipeline")
+FRAMEWORK_LAYOUTS = ("megatron", "deepspeed")
 EARLY = (0, 3, 8, 12)  # onsets of those that are slow from the start
 HISTORY = 32  # steps after which a rank's own past is the measure, and not its peers
 PAUSE_S = 6.0
@@ -68,11 +71,20 @@ class Drawn:
 
 def draw(seed: int) -> Drawn:
     """The seed's own job."""
-    chance = drawn(NAME, seed)
-    kind = kind_of(NAME, seed, KINDS)
-    layout = kind_of(f"{NAME}:layout", seed, LAYOUTS)
+    return _draw(NAME, seed, LAYOUTS)
+
+
+def draw_frameworks(seed: int) -> Drawn:
+    """The seed's own job in a layout that a framework makes."""
+    return _draw(FRAMEWORKS, seed, FRAMEWORK_LAYOUTS)
+
+
+def _draw(name: str, seed: int, layouts: Sequence[str]) -> Drawn:
+    chance = drawn(name, seed)
+    kind = kind_of(name, seed, KINDS)
+    layout = kind_of(f"{name}:layout", seed, layouts)
     # Of two ranks that call differently, or are slow both, nobody can tell which is right.
-    many = kind in ("skip", "order", "two slow") or layout == "pipeline"
+    many = kind in ("skip", "order", "two slow") or layout in ("pipeline", "megatron")
     ranks = chance.choice((4, 8) if many else (2, 4, 8))
     nodes = 1
     if kind in (PAIR, CUT):
@@ -113,7 +125,7 @@ def _pair(
         (one, other)
         for one in range(ranks)
         for other in range(ranks)
-        if one // on_node != other // on_node and (layout != "pipeline" or _are_partners(one, other))
+        if one // on_node != other // on_node and _are_partners(layout, one, other)
     ]
     rank, peer = chance.choice(pairs)
     if kind == CUT:
@@ -123,9 +135,13 @@ def _pair(
     return onset + _AFTER, (Fault("slow-pair", rank=rank, peer=peer, step=onset, value=percent),)
 
 
-def _are_partners(one: int, other: int) -> bool:
-    """Whether two ranks are stages of one replica, or replicas of one stage."""
-    return one // 2 == other // 2 or one % 2 == other % 2
+def _are_partners(layout: str, one: int, other: int) -> bool:
+    """Whether two ranks exchange more than a norm."""
+    if layout == "pipeline":  # stages of one replica, or replicas of one stage
+        return one // 2 == other // 2 or one % 2 == other % 2
+    if layout == "megatron":  # all but one are the same: tensor-parallel rank, replica, stage
+        return one ^ other in (1, 2, 4)
+    return True
 
 
 def _hang(

@@ -159,13 +159,9 @@ def _build(torch: Path, headers: Path, out: Path) -> None:
     builder.library(
         "libnccl.so.2", *nccl, over=("libcuda.so.1",), stubs=wanted.of("libnccl.so.2") - _defined_in(*nccl)
     )
-<<<<<<< HEAD
     builder.library("libnvidia-ml.so.1", "nvml.cpp", stubs=set())
-    for soname in ("libcublas.so.13", "libcublasLt.so.13"):
-=======
     blas = {soname for soname in wanted.sonames if soname.startswith("libcublas")}
     for soname in sorted(blas):
->>>>>>> 70b488c79f0da281c213947892b17f636f0521a0
         stubs = wanted.of(soname) - _defined_in("blas.cpp")
         builder.library(soname, "blas.cpp", over=("libcuda.so.1",), stubs=stubs)
     done = {"libcuda.so.1", cudart, "libnccl.so.2", *blas}

@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,13 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda")).resolve()
 TRAIN = Path(__file__).with_name("jobs") / "train.py"
 PYTHON = VENV / "bin" / "python"
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether jobs on the stand-in can import it; they see all that ``.venv`` has, too."""
+    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
+    return subprocess.run([PYTHON, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
 
 @dataclass(frozen=True, slots=True)

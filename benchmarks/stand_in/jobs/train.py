@@ -1,6 +1,9 @@
-"""A training on the stand-in GPU in one of several layouts. The host runs ahead: nothing is ever synchronised.
+"""A training on the stand-in GPU in one of several layouts. The host runs ahead, and the script never synchronises.
 
-    python train.py [--layout ddp|fsdp2|pipeline] [--steps N] [--layers N] [--width N] [--backend nccl|nccl2] [--real]
+    python train.py [--layout LAYOUT] [--steps N] [--layers N] [--width N] [--backend nccl|nccl2] [--real]
+
+LAYOUT is one of torch's, ``ddp``, ``fsdp2``, ``pipeline`` (layouts.py), or ``megatron``, ``deepspeed``
+(framework_layouts.py), whose hosts wait for their device.
 
 ``pipeline`` is two stages by as many replicas as there are pairs of ranks, with torch.distributed.pipelining's 1F1B.
 Each step ends with a small all-reduce, as of a gradient's norm, and a mark in the device's log.
@@ -21,10 +24,11 @@ import torch.distributed as dist
 from benchmarks.gpu.device import RealDevice, take_device
 from benchmarks.stand_in.device import Device, compute_values
 from benchmarks.stand_in.faults import Script
-from torch import nn
+from benchmarks.stand_in.jobs.framework_layouts import FRAMEWORKS
+from benchmarks.stand_in.jobs.layouts import PLAIN
 from torch.utils.data import DataLoader, Dataset
 
-BATCH = 8
+LAYOUTS = {**PLAIN, **FRAMEWORKS}
 MARKS = "STAND_IN_LOG"  # the folder for marks
 
 
@@ -43,89 +47,6 @@ class Steps(Dataset[int]):
         self.script.begin(step, self.stream)
         self.script.at(step, "data")
         return step
-
-
-class Layout:
-    """Forward and backward of one step, as a layout does it."""
-
-    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
-        self.script = script
-        self.width = arguments.width
-        self.step = 0
-        self.module = nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(arguments.layers)])
-
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
-
-    def forward_backward(self) -> None:
-        raise NotImplementedError
-
-    def _watch_backward(self, module: nn.Module) -> None:
-        module.register_full_backward_hook(lambda *_: self.script.at(self.step, "backward"))
-
-
-class Ddp(Layout):
-    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
-        super().__init__(arguments, script)
-        self._watch_backward(self.module[arguments.layers // 2])
-        self.model = nn.parallel.DistributedDataParallel(
-            self.module.cuda(), bucket_cap_mb=arguments.bucket_mb
-        )
-
-    def forward_backward(self) -> None:
-        samples = torch.randn(BATCH, self.width, device="cuda")
-        self.script.at(self.step, "forward")
-        self.model(samples).sum().backward()
-
-
-class Fsdp2(Layout):
-    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
-        from torch.distributed.fsdp import fully_shard
-
-        super().__init__(arguments, script)
-        self._watch_backward(self.module[arguments.layers // 2])
-        self.module.cuda()
-        for layer in self.module:
-            fully_shard(layer)
-        fully_shard(self.module)
-
-    def forward_backward(self) -> None:
-        samples = torch.randn(BATCH, self.width, device="cuda")
-        self.script.at(self.step, "forward")
-        self.module(samples).sum().backward()
-
-
-class Pipeline(Layout):
-    """Ranks 0 and 1 are the two stages of the first replica, 2 and 3 those of the second. Needs values: for shapes."""
-
-    def __init__(self, arguments: argparse.Namespace, script: Script) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-        super().__init__(arguments, script)
-        mesh = init_device_mesh(
-            "cuda", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "stages")
-        )
-        self.stage = mesh["stages"].get_local_rank()
-        half = max(arguments.layers // 2, 1)
-        self.module = nn.Sequential(*list(self.module)[:half]).cuda()
-        self._watch_backward(self.module[half // 2])
-        self.replicas = mesh["replicas"].get_group()
-        device = torch.device("cuda", torch.cuda.current_device())
-        made = PipelineStage(self.module, self.stage, 2, device, group=mesh["stages"].get_group())
-        self.schedule = Schedule1F1B(made, 4, loss_fn=lambda out, _: out.sum())
-
-    def forward_backward(self) -> None:
-        self.script.at(self.step, "forward")
-        if self.stage == 0:
-            self.schedule.step(torch.randn(4 * BATCH, self.width, device="cuda"))
-        else:
-            self.schedule.step(target=torch.zeros(4 * BATCH, device="cuda"))
-        for parameter in self.parameters():
-            dist.all_reduce(parameter.grad, group=self.replicas)
-
-
-LAYOUTS = {"ddp": Ddp, "fsdp2": Fsdp2, "pipeline": Pipeline}
 
 
 def main() -> None:
@@ -154,8 +75,8 @@ def main() -> None:
     layout = LAYOUTS[arguments.layout](arguments, script)
     if isinstance(device, RealDevice):
         device.load(layout.module)
-    optimizer = torch.optim.AdamW(layout.parameters(), lr=0.01, fused=True)
-    optimizer.register_step_pre_hook(lambda *_: script.at(layout.step, "optimizer"))
+    optimizer, torch_optimizer = layout.make_optimizer()
+    torch_optimizer.register_step_pre_hook(lambda *_: script.at(layout.step, "optimizer"))
     norm = torch.zeros(1, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
 

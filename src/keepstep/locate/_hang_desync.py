@@ -121,17 +121,25 @@ def _called_at(known: HangEvidence, ranks: Sequence[int], p: Pending | None = No
 
 
 def _fewer_than_its_company(known: HangEvidence, pending: Sequence[Pending]) -> int | None:
-    """The one rank that has started more or fewer collectives than all others that wait in the same one."""
+    """The one rank that has started more or fewer collectives than all others that wait in the same one.
+
+    The first stages of pipelines, the last ones and those between are compared each with their like: they differ in
+    what they call, the last for the loss, for example.
+    """
     for p in pending:
-        if not p.collective or len(p.waiting) < 3:
-            continue
-        totals: dict[int, list[int]] = {}
-        for rank in p.waiting:
-            total = sum(stream.started for stream in known.states[rank].streams if stream.peer < 0)
-            totals.setdefault(total, []).append(rank)
-        few = min(totals.values(), key=len)
-        if len(totals) == 2 and len(few) == 1:
-            return few[0]
+        alike: dict[frozenset[bool], list[int]] = {}
+        for rank in p.waiting if p.collective and len(p.waiting) > 2 else ():
+            # In which directions it exchanges messages.
+            directions = frozenset(one.peer > rank for one in known.states[rank].streams if one.peer >= 0)
+            alike.setdefault(directions, []).append(rank)
+        for ranks in alike.values():
+            totals: dict[int, list[int]] = {}
+            for rank in ranks:
+                total = sum(stream.started for stream in known.states[rank].streams if stream.peer < 0)
+                totals.setdefault(total, []).append(rank)
+            few = min(totals.values(), key=len)
+            if len(ranks) > 2 and len(totals) == 2 and len(few) == 1:
+                return few[0]
     return None
 
 

@@ -21,6 +21,7 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import CPU_CAUSES, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._between_calls import slow_host
+from keepstep.locate._held_by_host import waits_grown
 from keepstep.locate._profile import Floats, Ints, Profile, profile
 from keepstep.locate._slow_links import (
     SlowLinks,
@@ -50,6 +51,7 @@ _MOST_HOST = (
     0.5  # part of the growth by which a host is further ahead, if its GPU has grown slower and not it
 )
 _HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
+_MOST_UNSEEN = 0.5  # part of a GPU's growth that may be waiting in collectives which did not block its stream
 _LEAST_WAIT = 0.25  # part of a GPU's growth that another rank must wait longer, if it slows the job down
 _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
 
@@ -133,7 +135,7 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         fact = f"iterations take {growth.job_before_s * 1e3:.0f} -> {growth.job_after_s * 1e3:.0f} ms"
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
     evidence = replace(evidence, causes=_that_explain(growth, evidence.causes))
-    chosen = _awaited(growth, _slow_ranks(growth))
+    chosen = _awaited(growth, _that_computed(evidence, growth, _slow_ranks(growth)))
     if len(chosen) == 0 and silent:
         chosen = _starved(growth, evidence.causes)
     explained = float(growth.share[chosen].max(initial=0.0))
@@ -233,6 +235,16 @@ def _awaited(growth: _Growth, chosen: Ints) -> Ints:
         return chosen
     longer = float((growth.after.blocked_s - growth.before.blocked_s)[others].max())
     return chosen if longer >= _LEAST_WAIT * float(growth.gain_s[chosen].max()) else chosen[:0]
+
+
+def _that_computed(evidence: Evidence, growth: _Growth, chosen: Ints) -> Ints:
+    """The chosen ranks without those that were in collectives for as much longer, waiting for others of them."""
+    if growth.before is None or len(chosen) < 2 or not growth.on_gpu.all():
+        return chosen
+    waits = waits_grown(evidence, growth.ranks[chosen].tolist())
+    seen_s = np.maximum(growth.after.blocked_s - growth.before.blocked_s, 0.0)[chosen]
+    unseen_s = np.array([waits[int(rank)] for rank in growth.ranks[chosen]]) - seen_s
+    return chosen[unseen_s < _MOST_UNSEEN * growth.gain_s[chosen]]
 
 
 def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:

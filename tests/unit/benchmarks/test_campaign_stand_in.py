@@ -8,14 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.campaign import running
 from benchmarks.campaign.__main__ import parse_arguments
-from benchmarks.campaign.stand_in import CASE, PORTS_CASE
-from benchmarks.campaign.stand_in_draw import CUT, HANGS, HEALTHY, KINDS, PAIR, Drawn, draw, draw_with_ports
+from benchmarks.campaign.case import Case
+from benchmarks.campaign.seeds import kept
+from benchmarks.campaign.stand_in import CASE, FRAMEWORKS_CASE, PORTS_CASE
+from benchmarks.campaign.stand_in_draw import (
+    CUT,
+    HANGS,
+    HEALTHY,
+    KINDS,
+    PAIR,
+    Drawn,
+    draw,
+    draw_frameworks,
+    draw_with_ports,
+)
 from benchmarks.campaign.stand_in_ports import Ports, missing
 from benchmarks.campaign.trial import Outcome, Plan
 from benchmarks.stand_in.device import CONTROL_BYTES, Control
 
 SEEDS = range(200)
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "campaign"
 
 
 def seed_of(kind: str) -> int:
@@ -53,9 +67,44 @@ def test_each_kind_comes_as_often_with_all_layouts_and_numbers_of_ranks() -> Non
     assert [draw(seed) for seed in SEEDS] == drawn
 
 
+@pytest.mark.parametrize("case", [CASE, FRAMEWORKS_CASE], ids=lambda case: case.name)
+def test_seeds_that_have_a_result_draw_what_they_drew_then(case: Case) -> None:
+    for seed, result in kept(RESULTS, case.name).items():
+        assert case.plan(seed).truth == result["plan"]["truth"]
+
+
+def test_frameworks_have_each_kind_and_pairs_exchange_more_than_a_norm() -> None:
+    drawn = [draw_frameworks(seed) for seed in SEEDS]
+    assert {(one.kind, one.layout) for one in drawn} == {
+        (kind, layout) for kind in KINDS for layout in ("megatron", "deepspeed")
+    }
+    assert {one.ranks for one in drawn if one.layout == "megatron"} == {4, 8}
+    for one in drawn:
+        fault = one.faults[0]
+        if one.kind in (CUT, PAIR) and one.layout == "megatron":
+            # Ranks are numbered by tensor-parallel rank, then by replica, then by stage.
+            assert (fault.rank ^ fault.peer) in (1, 2, 4)
+
+
+def test_seeds_whose_framework_is_not_installed_are_left_out_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran: list[int] = []
+
+    def run_seed(_: Case, seed: int, *more: Any) -> dict[str, Any]:
+        ran.append(seed)
+        return {"passed": True, "measured": {}}
+
+    monkeypatch.setattr(running, "run_seed", run_seed)
+    case = replace(FRAMEWORKS_CASE, lacks=lambda seed: "deepspeed" if seed % 2 else "")
+    words = ["--backend", "stand-in-nccl", "--case", "drawn-frameworks", "--out", str(tmp_path)]
+    running.run_case(case, range(6), parse_arguments(words))
+    assert ran == [0, 2, 4]
+    assert f"{case.name}: 3 seeds are left out, deepspeed is not installed" in capsys.readouterr().out
+
+
 def test_a_job_does_not_tell_what_will_happen() -> None:
-    for seed in SEEDS:
-        plan = CASE.plan(seed)
+    for plan in [case.plan(seed) for seed in SEEDS for case in (CASE, FRAMEWORKS_CASE)]:
         assert not set(plan.truth["kind"].split()) & set(plan.arguments)
 
 

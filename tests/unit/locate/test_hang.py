@@ -170,6 +170,30 @@ def test_a_skipped_collective_is_never_blamed_on_another(name):
                 assert named == [rank], (rank, instruction, found)
 
 
+def test_a_stage_that_calls_less_than_another_has_not_skipped_an_operation():
+    """Two stages by two tensor-parallel ranks: rank 0 left out the call in "w" and is in the next one, in "m".
+
+    The last stage, ranks 2 and 3, has made more calls in its tensor-parallel group, for the loss.
+    """
+    members = {"w": (0, 1, 2, 3), "m": (0, 1, 2, 3), "first": (0, 1), "last": (2, 3)}
+    info = {name: GroupInfo(name, ranks) for name, ranks in members.items()}
+    states = []
+    for rank in range(4):
+        group, seq = ("m", 13) if rank == 0 else ("w", 17)
+        own, made = ("first", 130) if rank < 2 else ("last", 208)
+        streams = [
+            StreamProgress("w", int(Op.ALLREDUCE), -1, 16 + (rank > 0), 16),
+            StreamProgress("m", int(Op.ALLREDUCE), -1, 12 + (rank == 0), 12),
+            StreamProgress(own, int(Op.ALLREDUCE), -1, made, made),
+            StreamProgress("w", int(Op.SEND), rank ^ 2, 26, 26),
+            StreamProgress("w", int(Op.RECV), rank ^ 2, 26, 26),
+        ]
+        states.append(state(rank, [OpInFlight(group, int(Op.ALLREDUCE), -1, seq, 10.0)], streams))
+    found = locate_hang(Evidence(info, dict.fromkeys(range(4), "n0"), states=states))
+    assert found.kind == "desync"
+    assert [(one.rank, one.confidence) for one in found.culprits] == [(0, "medium")]
+
+
 def test_nobody_in_an_operation():
     found = locate_hang(
         Evidence({}, {0: "n0", 1: "n0"}, states=[state(r, phase=Phase.DATA) for r in range(2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,16 @@ def test_a_slow_gpu(factor: float) -> None:
 def test_two_slow_gpus() -> None:
     named = diagnose(job({1: 1.5, 2: 1.6})).culprits
     assert {one.rank for one in named} == {1, 2}
+
+
+def test_whose_host_waited_for_its_gpu_while_a_collective_went_on_has_not_computed() -> None:
+    """The stream of rank 1 was empty, not blocked, while rank 2 was awaited: its own time grew, but so did its wait."""
+    rows = [
+        replace(row, self_s=row.duration_s - TRANSFER_S, blocked_s=TRANSFER_S) if row.rank == 1 else row
+        for row in job({2: 2.0})
+    ]
+    (culprit,) = diagnose(rows).culprits
+    assert (culprit.rank, culprit.confidence) == (2, "high")
 
 
 def test_without_the_second_witness_nobody_is_blamed_for_sure() -> None:
