@@ -22,6 +22,8 @@ _AGREEMENT = 0.97
 # Least time before a period counts: in a pipeline's first step micro-batches repeat, too.
 _SPAN_NS = 3_000_000_000
 _QUIET_NS = 50_000_000
+# Calls of a set-up repeat, too, but within microseconds, in bursts.
+_LEAST_NS, _LEAST_STEADY = 1_000_000, 0.1  # least median of an iteration, and its least part of the mean
 
 
 class CustomLoop:
@@ -56,6 +58,9 @@ class CustomLoop:
         # Micro-batches repeat inside a step, too, but not through most of the records.
         settled = numbers[len(numbers) // 4 :]
         if float((settled[length:] == settled[:-length]).mean()) < _AGREEMENT:
+            return False
+        took_ns = np.diff(rows["start_ns"][len(numbers) // 4 :: length])
+        if float(np.median(took_ns)) < max(_LEAST_NS, _LEAST_STEADY * float(took_ns.mean())):
             return False
         recent = rows[len(rows) - (_PERIODS - 1) * length :]
         ends = np.where(recent["end_ns"] == 0, recent["start_ns"], recent["end_ns"])
