@@ -97,6 +97,7 @@ class Cases:
         self._close_recovered(now_s)
         self._tick_remedy(now_s)
         self.desk.validations.tick(peers, now_s)
+        self._hand_back(now_s)
         self._open.sweep()
         self.mitigation.tick(self._open.slow, now_s)
         self._open.sweep()
@@ -397,9 +398,13 @@ class Cases:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)
                     self.early.learn_stages(case.stages)
-            for finding in [finding for case in self._open.slow for finding in case.given_back()]:
-                self._slow_found(finding, now_s)
+        self._hand_back(now_s)
         self._open.sweep()
+
+    def _hand_back(self, now_s: float) -> None:
+        """Give other cases what agents have found, and a closed case has taken and not used."""
+        for finding in [finding for case in self._open.slow for finding in case.given_back()]:
+            self._slow_found(finding, now_s)
 
     def _names(self, node_ranks: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.desk.cluster.nodes[rank].name for rank in node_ranks)

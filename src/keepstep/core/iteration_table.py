@@ -153,9 +153,14 @@ class IterationTable(Sequence[IterationSummary]):
         return IterationTable.of(rows, [len(rows)], [streams[known].tobytes()], [tuple(self.names)])
 
     def newest_steps(self) -> IterationTable:
-        """The rows of the newest two steps, or of the newest one in a large job: enough to tell what groups are for."""
+        """The rows of the newest two steps, or of the newest one in a large job: enough to tell what groups are for.
+
+        Of steps with streams, if there are any: on a GPU few have them.
+        """
         newest = 2 if len(self) < _MANY else 1
-        return self.where(np.isin(self.rows["step"], distinct(self.rows["step"])[-newest:]))
+        told = self.rows["step"][self.rows["streams"] > 0]
+        steps = distinct(told if len(told) else self.rows["step"])[-newest:]
+        return self.where(np.isin(self.rows["step"], steps))
 
     def flat(self) -> tuple[NDArray[np.int64], Rows]:
         """For every stream of the rows the place of its row, and all streams; ``group`` is an index into ``names``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -178,14 +179,15 @@ async def _part(parts: Parts, outcome: Outcome) -> None:
     course = parts.course
     course.has_parted = True
     await _wait_for_storage(parts, outcome)
-    if outcome.kind == "failed" and course.place is not None:
+    until_s = time.monotonic() + parts.run.job.linger_s
+    if outcome.kind == "failed" and course.place is not None and not course.signalled:
         await _until_killed(parts, [parts.controller.begun()], parts.run.job.linger_s)
     if course.link:
         course.link.send(course.link.member.ended(outcome.code, outcome.reason))
         await course.link.drained(_DRAIN_S)
         if course.place is None and not course.job_over.is_set():
             await course.link.unseated(_DRAIN_S)
-        await _wait_for_others(parts, outcome)
+        await _wait_for_others(parts, outcome, until_s)
 
 
 async def _wait_for_storage(parts: Parts, outcome: Outcome) -> None:
@@ -214,8 +216,11 @@ async def _wait_for_storage(parts: Parts, outcome: Outcome) -> None:
         run.warn(f"{lost}: see `keepstep status {run.folder}`")
 
 
-async def _wait_for_others(parts: Parts, outcome: Outcome) -> None:
-    """Wait until the controller says that all nodes have ended; node 0 keeps it alive until then."""
+async def _wait_for_others(parts: Parts, outcome: Outcome, until_s: float) -> None:
+    """Wait until the controller says that all nodes have ended; node 0 keeps it alive until then.
+
+    ``until_s``: by ``time.monotonic()``, until when a controller that has never been met may begin.
+    """
     course, job = parts.course, parts.run.job
     assert course.link is not None
     if course.place is None or course.job_over.is_set():
@@ -224,8 +229,9 @@ async def _wait_for_others(parts: Parts, outcome: Outcome) -> None:
     patience_s = job.linger_s if alone or outcome.kind != "finished" else _EXIT_BARRIER_S
     moves = parts.controller.seat and course.together and outcome.kind == "finished"
     # The controller, which writes down why a job failed, may be slow to begin.
-    is_late = outcome.kind == "failed" and not course.link.has_met and not course.link.stranger
-    away_s = _NEXT_LEADER_S if moves else _DRAIN_S if alone and not is_late else job.linger_s
+    is_lost = course.link.has_met or bool(course.link.stranger) or parts.controller.has_given_up
+    late_s = 0.0 if outcome.kind != "failed" or is_lost else until_s - time.monotonic()
+    away_s = _NEXT_LEADER_S if moves else max(_DRAIN_S, late_s) if alone else job.linger_s
     again = [course.outcome] if outcome.kind == "finished" and course.together else []
     await _until_killed(parts, [course.link.lost(away_s), course.job_over.wait()], patience_s, *again)
 

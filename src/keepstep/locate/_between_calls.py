@@ -42,7 +42,10 @@ class SlowHost:
 
 def slow_host(evidence: Evidence, slowdown_s: float) -> SlowHost:
     """Who is slow by the hosts' calls. ``slowdown_s``: by how much the job's iterations have grown."""
-    before, after = table_of(evidence.before), table_of(evidence.after)
+    before, after = (
+        rows.where(rows.column("between_calls_s") >= 0)
+        for rows in (table_of(evidence.before), table_of(evidence.after))
+    )
     own_before, own_after = _known(before, _LEAST_BEFORE), _known(after, _LEAST_AFTER)
     ranks = sorted(own_after)
     if len(ranks) < 2 or ranks != sorted(own_before) or not set(evidence.nodes) <= set(ranks):
@@ -86,8 +89,7 @@ def slow_host(evidence: Evidence, slowdown_s: float) -> SlowHost:
 
 
 def _known(rows: IterationTable, least: int) -> dict[int, float]:
-    """The median time between calls of the ranks of which that of at least so many iterations is known."""
-    rows = rows.where(rows.column("between_calls_s") >= 0)
+    """The median time between calls of the ranks of which at least so many iterations are there."""
     counts: Counter[int] = Counter(rows.column("rank").tolist())
     return {rank: own for rank, own in medians(rows, "between_calls_s").items() if counts[rank] >= least}
 

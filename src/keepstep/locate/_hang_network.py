@@ -9,7 +9,7 @@ from keepstep.core.incident import NETWORK, Confidence, Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import LinkState, RankState
 from keepstep.locate._calls import ranks_of
-from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence
+from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, UNKNOWN_PROCESS, HangEvidence, is_of
 from keepstep.locate._paths import Pair, common_node
 from keepstep.locate._ports import are_quiet, bad_ports, port_lines, ports_down
 from keepstep.locate._waiting import Pending
@@ -244,9 +244,8 @@ def diagnose_still_devices(known: HangEvidence) -> Diagnosis | None:
         return None
     if any(one.begun is None for rank in still for one in calls[rank]):
         return None  # its device may be in that
-    not_begun = {(one.group, one.seq) for rank in still for one in calls[rank]}
     its_own = [p for p in known.pending if not set(still).isdisjoint(p.members)]
-    awaited = [p for p in its_own if (p.group, p.seq) in not_begun]
+    awaited = [p for p in its_own if any(is_of(one, p) for rank in still for one in calls[rank])]
     if not awaited:
         return None
     p = next((p for p in awaited if not set(still).issuperset(p.waiting)), awaited[0])

@@ -22,7 +22,8 @@ _Path = tuple[str, int]  # group, operation
 def waits_grown(evidence: Evidence, ranks: Sequence[int]) -> dict[int, float]:
     """By how many seconds an iteration these ranks are longer in collectives than before, beyond the transfers.
 
-    A slower transfer takes all members longer, so what the member has grown by that grew least is left out.
+    Collectives of several groups may go on at once, so the one that has grown most counts. A slower transfer takes all
+    members longer, so what the member has grown by that grew least is left out.
     """
     wanted = set(ranks)
     peers = {
@@ -41,7 +42,7 @@ def waits_grown(evidence: Evidence, ranks: Sequence[int]) -> dict[int, float]:
         if len(by_rank) < 2 or len(by_rank) < len(members):
             continue
         for rank in wanted & known:
-            grown[rank] += by_rank[rank] - min(by_rank.values())
+            grown[rank] = max(grown[rank], by_rank[rank] - min(by_rank.values()))
     return grown
 
 

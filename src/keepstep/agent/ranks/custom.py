@@ -23,7 +23,13 @@ _AGREEMENT = 0.97
 _SPAN_NS = 3_000_000_000
 _QUIET_NS = 50_000_000
 # Calls of a set-up repeat, too, but within microseconds, in bursts.
-_LEAST_NS, _LEAST_STEADY = 1_000_000, 0.1  # least median of an iteration, and its least part of the mean
+_LEAST_NS, _LEAST_STEADY = (
+    1_000_000,
+    0.1,
+)  # least median of an iteration, and its least part of the ninth decile
+_PAUSE_NS = (
+    100_000  # for each record that was looked at in vain, until the next look: one takes a hundredth of that
+)
 
 
 class CustomLoop:
@@ -33,11 +39,12 @@ class CustomLoop:
         self._usual: NDArray[np.uint64] | None = None
         self._per_step = 1  # operations per iteration in the stream whose sequence numbers count the steps
         self._look_at = _FIRST_LOOK
+        self._next_ns = 0  # no look before that
         self._after_ticket = -1
 
     def edges(self, buffer: EventBuffer, now_ns: int) -> list[tuple[int, int]]:
         """The end in ns and the step of every finished iteration in ``buffer``."""
-        if self._usual is None and buffer.count < self._look_at:
+        if self._usual is None and (buffer.count < self._look_at or now_ns < self._next_ns):
             return []
         rows = buffer.gather()
         if not len(rows):
@@ -45,6 +52,7 @@ class CustomLoop:
         rows = rows[is_symbol(rows) & (rows["ticket"].astype(np.int64) > self._after_ticket)]
         if self._usual is None and not self._learn(rows):
             self._look_at = min(max(2 * buffer.count, _FIRST_LOOK), _LAST_LOOK)
+            self._next_ns = now_ns + _PAUSE_NS * len(rows)
             return []
         return self._repetitions(rows, now_ns)
 
@@ -60,7 +68,7 @@ class CustomLoop:
         if float((settled[length:] == settled[:-length]).mean()) < _AGREEMENT:
             return False
         took_ns = np.diff(rows["start_ns"][len(numbers) // 4 :: length])
-        if float(np.median(took_ns)) < max(_LEAST_NS, _LEAST_STEADY * float(took_ns.mean())):
+        if float(np.median(took_ns)) < max(_LEAST_NS, _LEAST_STEADY * float(np.quantile(took_ns, 0.9))):
             return False
         recent = rows[len(rows) - (_PERIODS - 1) * length :]
         ends = np.where(recent["end_ns"] == 0, recent["start_ns"], recent["end_ns"])

@@ -84,7 +84,8 @@ class HostRing(RingReader):
     def _shims_among(self, used: Sequence[int]) -> Mapping[int, bool]:
         """Whether each of these groups is a communicator of the shim's, by number; groups are listed for new ones."""
         if any(group not in self._shims for group in used if group >= 0):
-            self._shims = _which_are_shims(self.groups())
+            # Of a group that is gone it is not known any more: it is taken for the probe's, and not looked for again.
+            self._shims = {**dict.fromkeys(used, False), **_which_are_shims(self.groups())}
         return self._shims
 
 

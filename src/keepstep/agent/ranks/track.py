@@ -352,7 +352,8 @@ class RankTrack:
         self.together = cut.steps
         if cut.whole:
             self._keep(cut)
-        told = self._waiting_groups if self._on_device else None  # of the others the GPU's streams are told
+        # Of the other groups the GPU's streams are told, for iterations that are measured; the rest count for nothing.
+        told = self._waiting_groups if self._on_device else None
         on_device = self._has_device and not self._on_device
         self.device.add(cut, summarise(cut, self.rank, self._names, told=told, on_device=on_device))
 

@@ -28,6 +28,7 @@ _FRESH_S = 5.0  # age of the newest sample above which a GPU is not judged
 _BUSY_PERCENT = 20  # share of a second with a kernel running from which a GPU counts as busy
 _ERRORS_EVERY = 10  # rounds between two reads of the error counters, which take two dozen calls per GPU
 _MOST_LINKS = 18
+_NO_DRIVER = (9, 12)  # NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND: a host without GPUs
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ class Gpus:
             numbers = range(nvml.nvmlDeviceGetCount())
             self._gpus = tuple(_Gpu(nvml.nvmlDeviceGetHandleByIndex(number), number) for number in numbers)
         except nvml.NVMLError as error:
-            logger.warning("the GPUs' clocks and errors are not watched: %s", error)
+            say = logger.info if error.value in _NO_DRIVER else logger.warning  # pyright: ignore[reportAttributeAccessIssue]
+            say("the GPUs' clocks and errors are not watched: %s", error)
             return
         events = _register(nvml, self._gpus)
         for turn in count():

@@ -8,19 +8,23 @@ it is profiled, and named where its peers of the same pipeline stage were faster
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from statistics import median
 
 from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.slow_evidence import LARGE_WORLD
 from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import IterationSummary
 from keepstep.wire.messages import RankBeat
 
 FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allocated, connections are made
-_SIXTH = 5  # the step from which on ranks are compared
+_COMPARED_FROM = 5  # the step from which on ranks are compared
 LEAST_STEPS = 3  # slow steps on end that a verdict needs
 MILD_STEPS = (
     4  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
@@ -61,7 +65,7 @@ class EarlySlowness:
         if self._first is None:
             self._first = step
         early = step <= self._first + _LAST_STEP
-        if not early or step < max(self._first + _SIXTH, self._step + _EVERY_STEPS):
+        if not early or step < max(self._first + _COMPARED_FROM, self._step + _EVERY_STEPS):
             return None
         beats = [(one, node) for node in nodes if node.beat is not None for one in node.beat.ranks]
         beats = [(one, node) for one, node in beats if one.iteration_s > 0]
@@ -94,7 +98,7 @@ class EarlySlowness:
         """Since when the rank that stands out mildly has done so: the first steps are taken to have been alike."""
         if self._mildly is None or self._mildly[0] != rank:
             assert self._first is not None
-            is_first = step <= self._first + _SIXTH + _EVERY_STEPS
+            is_first = step <= self._first + _COMPARED_FROM + _EVERY_STEPS
             self._mildly = rank, self._first + FIRST_STEPS if is_first else step
         return self._mildly[1]
 
@@ -149,9 +153,7 @@ def least_ratio(rows: Sequence[IterationSummary], rank: int) -> float:
     return _RATIO_ON_DEVICE if is_ahead else _RATIO
 
 
-def slow_since(
-    rows: Sequence[IterationSummary], rank: int, stages: Mapping[int, int] | None = None
-) -> int | None:
+def slow_since(rows: Sequence[IterationSummary], rank: int, stages: Mapping[int, int]) -> int | None:
     """The step from which on a rank was slower than its peers in every step; None: not for so long as a verdict needs.
 
     ``rows``: the iterations of an incarnation from its first one on. ``stages``: pipeline stages by rank, as only ranks
@@ -159,7 +161,7 @@ def slow_since(
     """
     from keepstep.core.iteration_table import between
 
-    stage_of = (stages or {}).get
+    stage_of = stages.get
     stage = stage_of(rank, -1)
     first = min((row.step for row in rows), default=0)
     by_step: dict[int, list[IterationSummary]] = {}
@@ -195,17 +197,25 @@ def _since(
     return slow[-1][0].step if cost_s >= share * median(row.duration_s for row, _ in slow) else None
 
 
-def sends_messages(rows: Sequence[IterationSummary]) -> bool:
-    """Whether ranks send each other messages, as the stages of a pipeline do, in the newest of these iterations."""
+def known_stages(locators: Locators, evidence: Evidence) -> Mapping[int, int] | None:
+    """Pipeline stages by rank, empty without a pipeline; None: ranks have unlike work, as far as is known.
+
+    ``evidence``: the iterations after the first ones. Of messages that ranks send each other in an order that is not
+    known, or where no iteration has its streams, nothing can be said.
+    """
     from keepstep.core.iteration_table import table_of
 
-    _, streams = table_of(rows).newest_steps().flat()
-    return bool(((streams["op"] == Op.SEND) | (streams["op"] == Op.RECV)).any())
+    with suppress(Exception):  # what agents send may be anything
+        _, streams = table_of(evidence.after).newest_steps().flat()
+        messages = (streams["op"] == Op.SEND) | (streams["op"] == Op.RECV)
+        stages = locators.stages(evidence)
+        if stages or (len(streams) and not messages.any()):
+            return stages or {}
+    return None
 
 
-def names_for_sure(diagnosis: Diagnosis, rows: Sequence[IterationSummary]) -> bool:
-    """Whether a diagnosis against peers, by ``rows``, names ranks, and these were slow enough."""
-    named = [(one.rank, one.slowdown) for one in diagnosis.culprits]
-    return bool(named) and all(
-        rank is not None and slowdown >= least_ratio(rows, rank) for rank, slowdown in named
-    )
+def only_sure(diagnosis: Diagnosis, rows: Sequence[IterationSummary], stages: Mapping[int, int]) -> Diagnosis:
+    """A diagnosis against peers with those ranks alone that ``rows`` show to be slow for long enough."""
+    named = [(one, one.rank) for one in diagnosis.culprits if one.rank is not None]
+    sure = tuple(one for one, rank in named if slow_since(rows, rank, stages) is not None)
+    return replace(diagnosis, culprits=sure)

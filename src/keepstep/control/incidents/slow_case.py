@@ -18,12 +18,7 @@ from keepstep.control.incidents.case import (
     unlocated,
     with_action,
 )
-from keepstep.control.incidents.early_slowness import (
-    FIRST_STEPS,
-    names_for_sure,
-    sends_messages,
-    slow_since,
-)
+from keepstep.control.incidents.early_slowness import FIRST_STEPS, known_stages, only_sure, slow_since
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
@@ -128,7 +123,7 @@ class SlowCase(Case):
     def found(self, finding: Finding, now_s: float) -> None:
         """Take one more slow rank into the case; the first one begins the profiling."""
         first = not self._slow
-        if self.early and not first and len(self._taken) < _MOST_ONSETS:
+        if self.early and self.incident is None and not first and len(self._taken) < _MOST_ONSETS:
             self._taken.append(finding)
         if finding.rank in self._slow:
             return
@@ -215,12 +210,15 @@ class SlowCase(Case):
         before = between(rows, self._other_steps(onset), onset)
         surely = between(before, 0, onset - _EDGE_STEPS)
         steps, ranks = (distinct(column(surely, name)) for name in ("step", "rank"))
-        # A rank whose earlier steps are not known keeps those that are.
+        # Where a rank has no earlier steps than those before the onset, all keep these.
         if len(steps) >= _LEAST_BEFORE and len(ranks) == len(distinct(column(before, "rank"))):
             before = surely
         # Steps after another incident's onset are slow for another cause, too.
         until = self._desk.register.next_change(onset + NEAR_STEPS)
         after = between(rows, onset, until)
+        if self.incident is not None and len(after) and not len(before):
+            self._settled = True  # the healthy time is forgotten by now: peers would be a worse measure
+            return
         if self.incident is None and not self._confirmed(before, after):
             self._tries += 1
             self.closed = self._tries >= _UNCONFIRMED_TRIES
@@ -240,13 +238,13 @@ class SlowCase(Case):
         first = min((row.step for row in rows), default=0)
         late = between(rows, first + FIRST_STEPS, 1 << 31)
         peers = self._desk.evidence(now_s, before=between(rows, 0, 0), after=late, onset_step=first)
-        self.stages = self._desk.locators.stages(peers) or {}
-        unlike = not self.stages and sends_messages(late)  # stages that are not known may have unlike work
-        since = None if unlike else slow_since(rows, next(iter(self._slow), -1), self.stages)
-        if since is None and self.incident is None:
-            self.closed = True
+        stages = known_stages(self._desk.locators, peers)
+        self.stages = stages or {}
+        since = slow_since(rows, next(iter(self._slow), -1), stages) if stages is not None else None
+        if since is None:
+            self.closed = self.incident is None
             return
-        if since is not None and self.incident is None:
+        if self.incident is None:
             self._onsets = Counter({since: 1})
         onset = max(self.onset_step, first + FIRST_STEPS)
         after = between(rows, onset, self._desk.register.next_change(onset + NEAR_STEPS))
@@ -363,9 +361,10 @@ class SlowCase(Case):
         if self.incident is None:
             self._told_cost_s = now_s
         diagnosis = self._locate(evidence)
-        if self.early and self.incident is None:
-            self.closed = not (self._waits_recorded and names_for_sure(diagnosis, after))
-            if self.closed:
+        if self.early:
+            diagnosis = only_sure(diagnosis, after, self.stages)
+            if not (self._waits_recorded and diagnosis.culprits):
+                self.closed = self.incident is None
                 return
         before_s = job_pace_s(before) or middle_s(self._before)
         after_s = job_pace_s(after) or middle_s(self._after)

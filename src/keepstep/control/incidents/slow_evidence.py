@@ -58,7 +58,9 @@ class LateCauses:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._known: frozenset[tuple[int, str]] = frozenset()
+        self._known: frozenset[tuple[int, str]] | None = (
+            None  # by the last verdict; None: it is of another controller
+        )
         self._again_s = 0.0
 
     def judged(self, incident: Incident | None, now_s: float) -> None:
@@ -70,7 +72,9 @@ class LateCauses:
         if now_s < self._again_s:
             return False
         self._again_s = now_s + _CAUSES_S
-        return not self._now(incident, now_s) <= self._known
+        known, now = self._known, self._now(incident, now_s)
+        self._known = now | known if known is not None else now
+        return known is not None and not now <= known
 
     def _now(self, incident: Incident | None, now_s: float) -> frozenset[tuple[int, str]]:
         blamed = {one.rank for one in incident.culprits} if incident is not None else set[int | None]()

@@ -51,7 +51,8 @@ class Hosting:
         self.term = 1  # election term of the controller that runs here
         self._process: Companion | None = None
         self._ready = asyncio.Event()
-        self._begun = asyncio.Event()  # it can be met, or has died too often
+        self._begun = asyncio.Event()  # it can be met, or has died too often, or was ended
+        self.has_given_up = False  # it has died too often
         self._lost = ""
         self._moving: asyncio.Task[None] | None = None
 
@@ -174,6 +175,7 @@ class Hosting:
 
     async def stop(self) -> None:
         """End the controller's process, if it runs here."""
+        self._begun.set()
         if self._process:
             await self._process.stop(self._job.linger_s)
             self._process = None
@@ -221,6 +223,7 @@ class Hosting:
             return controller_command(*where, seat=self.seat, term=self.term)
 
         def gave_up(reason: str) -> None:
+            self.has_given_up = True
             self._begun.set()
             self._on_gave_up()
             if self._job.rendezvous.endpoint and not self._ready.is_set():

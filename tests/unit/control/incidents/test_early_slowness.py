@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.early_slowness import (
     EarlySlowness,
-    names_for_sure,
+    known_stages,
+    only_sure,
     slow_since,
 )
-from keepstep.core.incident import Culprit, Diagnosis
-from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.control.incidents.locators import Locators
+from keepstep.core.events import Op
+from keepstep.core.evidence import Evidence
+from keepstep.core.incident import Culprit, Diagnosis, Link
+from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.wire.messages import Heartbeat, RankBeat
 
 Own = Callable[[int, int], float]  # the own time of a rank in a step
@@ -113,53 +118,64 @@ def rows(own: Own, steps: int = 12, ranks: int = 4, *, ahead_s: float = -1.0) ->
 
 
 def test_the_onset_is_the_first_of_the_slow_steps() -> None:
-    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 else 0.4), 2) == 0
-    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 7 else 0.4), 2) == 7
-    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 10 else 0.4), 2) is None
-    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step != 8 else 0.4), 2) == 9
-    assert slow_since(rows(lambda rank, step: 0.4), 2) is None
-    assert slow_since([], 2) is None
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 else 0.4), 2, {}) == 0
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 7 else 0.4), 2, {}) == 7
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step >= 10 else 0.4), 2, {}) is None
+    assert slow_since(rows(lambda rank, step: 0.8 if rank == 2 and step != 8 else 0.4), 2, {}) == 9
+    assert slow_since(rows(lambda rank, step: 0.4), 2, {}) is None
+    assert slow_since([], 2, {}) is None
 
 
 def test_steps_that_not_all_ranks_have_told_do_not_count() -> None:
     told = rows(lambda rank, step: 0.8 if rank == 2 else 0.4)
     alone = [IterationSummary(2, step, float(step), 1.0, 0.1, 0.1) for step in (12, 13)]
-    assert slow_since([*told, *alone], 2) == 0
+    assert slow_since([*told, *alone], 2, {}) == 0
 
 
 def test_only_ranks_of_the_same_pipeline_stage_are_peers() -> None:
     """The second stage has more to do than the first: rank 0, slow in the first, takes as long as the second."""
     own: Own = lambda rank, step: 1.5 if rank == 0 or rank >= 4 else 1.0  # noqa: E731
     told = rows(own, ranks=8)
-    assert slow_since(told, 0) is None
+    assert slow_since(told, 0, {}) is None
     assert slow_since(told, 0, {rank: rank // 4 for rank in range(8)}) == 0
 
 
-def test_links_and_ranks_that_are_hardly_slower_are_not_named() -> None:
+def test_only_ranks_that_were_slow_for_long_enough_stay_named() -> None:
+    told = rows(lambda rank, step: {2: 0.8, 1: 0.5}.get(rank, 0.4))
+    culprits = (
+        Culprit(rank=2, slowdown=2.0),
+        Culprit(rank=1, slowdown=1.25),
+        Culprit(link=Link((0, 1), ("a", "b"))),
+    )
+    sure = only_sure(Diagnosis("slow", culprits), told, {})
+    assert [one.rank for one in sure.culprits] == [2]
+
+
+def test_where_nothing_is_told_of_messages_ranks_may_have_unlike_work() -> None:
     alike = rows(lambda rank, step: 0.4)
-    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.9),)), alike)
-    assert not names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.2),)), alike)
-    assert not names_for_sure(Diagnosis("slow"), alike)
+    assert known_stages(Locators(), Evidence({}, {}, after=alike)) is None
+    streams = (StreamSummary("0", int(Op.ALLREDUCE), -1, 1, 8, 1, 0.0, 0.1, 0.1, 0.1, 0.1),)
+    told = [replace(row, streams=streams) for row in alike]
+    assert known_stages(Locators(), Evidence({}, {}, after=told)) == {}
 
 
 def test_the_times_of_a_gpu_name_a_rank_that_is_less_slow() -> None:
     mild: Own = lambda rank, step: 1.3 if rank == 2 else 1.0  # noqa: E731
     well_ahead = rows(mild, ahead_s=0.9)
-    assert slow_since(well_ahead, 2) == 0
-    assert names_for_sure(Diagnosis("slow", (Culprit(rank=2, slowdown=1.3),)), well_ahead)
+    assert slow_since(well_ahead, 2, {}) == 0
 
 
 def test_a_gpu_that_waits_for_its_host_is_measured_as_hosts_are() -> None:
     mild: Own = lambda rank, step: 1.3 if rank == 2 else 1.0  # noqa: E731
-    assert slow_since(rows(mild), 2) is None
-    assert slow_since(rows(mild, ahead_s=0.1), 2) is None
-    assert slow_since([*rows(mild, ahead_s=0.9), *rows(mild, steps=4)], 2) is None
-    assert slow_since(rows(lambda rank, step: 1.5 if rank == 2 else 1.0, ahead_s=0.1), 2) == 0
+    assert slow_since(rows(mild), 2, {}) is None
+    assert slow_since(rows(mild, ahead_s=0.1), 2, {}) is None
+    assert slow_since([*rows(mild, ahead_s=0.9), *rows(mild, steps=4)], 2, {}) is None
+    assert slow_since(rows(lambda rank, step: 1.5 if rank == 2 else 1.0, ahead_s=0.1), 2, {}) == 0
 
 
 def test_a_rank_that_is_less_slow_has_to_be_so_for_longer_and_at_a_cost() -> None:
     for since, onset in ((8, 8), (9, None)):
         own: Own = lambda rank, step, since=since: 1.3 if rank == 2 and step >= since else 1.0  # noqa: E731
-        assert slow_since(rows(own, ahead_s=0.9), 2) == onset
+        assert slow_since(rows(own, ahead_s=0.9), 2, {}) == onset
     hardly: Own = lambda rank, step: 0.52 if rank == 2 else 0.4  # noqa: E731
-    assert slow_since(rows(hardly, ahead_s=0.9), 2) is None
+    assert slow_since(rows(hardly, ahead_s=0.9), 2, {}) is None
