@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.stand_in.build import OPERATORS, build
+from benchmarks.stand_in.build import DRIVER, OPERATORS, build
 from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
 from benchmarks.stand_in.faults import CARDS, VARIABLE, Fault, to_text, write_card
 
@@ -88,9 +88,11 @@ def environment(
     devices.mkdir(exist_ok=True)
     (folder / "control").write_bytes(bytes(CONTROL_BYTES))
     libraries, before = build(VENV), os.environ.get("LD_LIBRARY_PATH")
+    faults = list(faults)
+    searched = [libraries, *([libraries / DRIVER] if any(one.what == "hot" for one in faults) else [])]
     return {
         **os.environ,
-        "LD_LIBRARY_PATH": f"{libraries}:{before}" if before else str(libraries),
+        "LD_LIBRARY_PATH": ":".join([*map(str, searched), *([before] if before else [])]),
         "STAND_IN_VALUES": str(libraries / OPERATORS) if values else "",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",

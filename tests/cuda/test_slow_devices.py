@@ -20,7 +20,7 @@ def train(folder: Path, layout: str, factor: float = 1.0, **settings: str) -> Do
     slow = [Fault("slow", rank=1, step=ONSET, value=factor)] if factor > 1 else []
     done = run(
         TRAIN,
-        ["--layout", layout, "--steps", str(STEPS)],
+        ["--layout", layout, "--steps", str(STEPS), "--pace-s", "0.1"],
         folder,
         ranks=RANKS,
         faults=slow,
