@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -265,17 +266,7 @@ CASE = Case(
     share=0.97,
     zero=("wrong_for_sure", "hangs_of_healthy"),
 )
-FRAMEWORKS_CASE = Case(
-    FRAMEWORKS,
-    72,
-    "right rank and kind >= 97 %, wrong with confidence high 0, no hang told of healthy jobs (stand-in for the GPU)",
-    plan_frameworks,
-    judge,
-    ("iterations", "late", "seconds_to_verdict", "felt"),
-    share=0.97,
-    zero=("wrong_for_sure", "hangs_of_healthy"),
-    lacks=lacks,
-)
+FRAMEWORKS_CASE = replace(CASE, name=FRAMEWORKS, seeds=72, plan=plan_frameworks, lacks=lacks)
 PORTS_CASE = Case(
     PORTS,
     12,

@@ -27,7 +27,7 @@ Phase = Literal["data", "forward", "backward", "reduce", "optimizer", "checkpoin
 PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint")
 What = Literal[
     "slow",  # the kernels of `rank` take `value` times as long, from `step` to before `until`
-    "hot",  # the same, because its driver holds the GPU's clock down for its temperature
+    "hot",  # the kernels of `rank` do, because its driver holds the GPU's clock down for its temperature
     "slow-host",  # its host works `value` seconds more in phase `where` of each of these steps
     "slow-pair",  # what goes from `rank` to `peer` takes `value` percent longer
     "cut",  # nothing goes from `rank` to `peer`

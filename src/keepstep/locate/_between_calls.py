@@ -23,11 +23,11 @@ from keepstep.core.summary import SMALL_BYTES, StreamSummary
 _LEAST_BEFORE, _LEAST_AFTER = 2, 3  # iterations of each rank
 _LEAST_OWN = 0.5  # part of the job's growth by which a slow rank's own time must have grown
 _ALIKE = 0.7  # part of the greatest growth of own time; ranks above it cannot be told apart by it
-_LEAST_CLEAR = 0.4  # the same part; that of all other ranks is below it
+_LEAST_CLEAR = 0.4  # part of the greatest growth of own time; that of all other ranks is below it
 _LEAST_WAIT = 0.3  # part of the job's growth by which all others must wait longer for messages
 _MOST_WAIT = 0.1  # part of the job's growth by which a slow rank may do so
-_LEAST_LATE = 0.01  # part of the job's growth; a smaller lateness, the mean of a step's, shows nothing
-_LEAST_LATE_S = 0.001  # nor does one that hosts have by chance
+_LEAST_LATE = 0.01  # part of the job's growth; a mean lateness of a step that is less shows nothing
+_LEAST_LATE_S = 0.001  # hosts come later than each other by less than this by chance
 _LATE_ALIKE = 0.5  # part of the greatest lateness; ranks above it cannot be told apart by it
 
 

@@ -22,14 +22,11 @@ _AGREEMENT = 0.97
 # Least time before a period counts: in a pipeline's first step micro-batches repeat, too.
 _SPAN_NS = 3_000_000_000
 _QUIET_NS = 50_000_000
-# Calls of a set-up repeat, too, but within microseconds, in bursts.
-_LEAST_NS, _LEAST_STEADY = (
-    1_000_000,
-    0.1,
-)  # least median of an iteration, and its least part of the ninth decile
-_PAUSE_NS = (
-    100_000  # for each record that was looked at in vain, until the next look: one takes a hundredth of that
-)
+# Calls of a set-up repeat, too, but within microseconds, in bursts: so the median of iterations has a least length, and
+# is at least this part of their ninth decile.
+_LEAST_NS, _LEAST_STEADY = 1_000_000, 0.1
+# After a look in vain the next one waits for so long for each record, a hundred times what the look took.
+_PAUSE_NS = 100_000
 
 
 class CustomLoop:
@@ -39,7 +36,7 @@ class CustomLoop:
         self._usual: NDArray[np.uint64] | None = None
         self._per_step = 1  # operations per iteration in the stream whose sequence numbers count the steps
         self._look_at = _FIRST_LOOK
-        self._next_ns = 0  # no look before that
+        self._next_ns = 0  # when the period may be looked for again
         self._after_ticket = -1
 
     def edges(self, buffer: EventBuffer, now_ns: int) -> list[tuple[int, int]]:

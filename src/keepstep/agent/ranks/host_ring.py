@@ -32,9 +32,8 @@ class HostRing(RingReader):
     """A ring without the records of the NCCL shim. ``groups()`` keeps the shim's, because places are group numbers."""
 
     _calls: tuple[int, LastCalls] | None = None
-    _shims: Mapping[
-        int, bool
-    ] = {}  # by number, whether a group is a communicator that the shim has seen made
+    # By number, whether a group is a communicator that the shim has seen made.
+    _shims: Mapping[int, bool] = {}
     measured: Any = None  # what the shim has measured on the GPU by the latest poll
 
     def last_calls(self, progress: int) -> LastCalls:

@@ -24,10 +24,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.call_gaps import call_gaps
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
+from keepstep.agent.ranks.time_between_calls import time_between_calls
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary
 
@@ -89,7 +89,7 @@ def summarise(
             own[phase] = span.less(taken)
             taken = taken.joined(span)
     second = 1e-9 / cut.steps
-    between_ns, received_ns = call_gaps(operations, cut) if on_device and cut.steps == 1 else (-1, 0)
+    between_ns, received_ns = time_between_calls(operations, cut) if on_device and cut.steps == 1 else (-1, 0)
     return IterationSummary(
         rank=rank,
         step=cut.step,

@@ -45,9 +45,8 @@ class UnseenNccl:
     """Looks at each process some seconds after it has its first group on NCCL, and again where that was too early."""
 
     def __init__(self) -> None:
-        self._waits: dict[
-            ProcessId, tuple[float, float]
-        ] = {}  # since when, and for how long until the next look
+        # Since when a process waits for its next look, and for how long.
+        self._waits: dict[ProcessId, tuple[float, float]] = {}
         # Why shim and plugin see nothing; "": they do. None: it is too early to tell.
         self._told: dict[ProcessId, tuple[str | None, str]] = {}
         self._next_s = 0.0

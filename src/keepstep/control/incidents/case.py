@@ -26,9 +26,8 @@ Status = Literal["relieved", "transient", "ended"]
 
 # Fields of an incident that are taken from a diagnosis.
 _CONCLUDED = ("kind", "culprits", "victims", "evidence", "missing", "summary")
-LASTING = frozenset(
-    {"cpu quota", "GPU clock"}
-)  # causes that agents see from outside, and that do not come and go
+# Causes that agents see from outside, and that do not come and go.
+LASTING = frozenset({"cpu quota", "GPU clock"})
 _MOST_EVENTS = 32
 _FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
 

@@ -26,17 +26,19 @@ from keepstep.wire.messages import RankBeat
 FIRST_STEPS = 3  # steps of an incarnation that are not compared: memory is allocated, connections are made
 _COMPARED_FROM = 5  # the step from which on ranks are compared
 LEAST_STEPS = 3  # slow steps on end that a verdict needs
-MILD_STEPS = (
-    4  # the same for a rank that is not slow enough to be named by the host's times: uneven work looks alike
-)
+# A rank that only its GPU's times show to be slow needs more of them, as uneven work looks alike.
+MILD_STEPS = 4
 _LAST_STEP = 30  # steps after which a rank's own history is the measure
 _EVERY_STEPS = 2
 _MOST_LOOKS = 8  # profiles that are asked for in one incarnation
 _MOST_MILD = 3  # profiles for ranks that are not slow enough to be named by the host's times
-_RATIO = 1.4  # own time of a slow rank over that of its peers
-_RATIO_ON_DEVICE = 1.2  # the same by the times of a GPU that did not wait for its host
-_WELL_AHEAD = 0.5  # part of a rank's own time by which a host is ahead that does not keep its GPU waiting
-_SHARE, _SHARE_ON_DEVICE = 0.2, 0.15  # part of an iteration that a slow rank must cost, by the same times
+# Least own time of a slow rank over that of its peers: by a host's times, and by those of a GPU that did not wait for
+# its host.
+_RATIO, _RATIO_ON_DEVICE = 1.4, 1.2
+# Least part of an iteration that a slow rank costs, by a host's times and by such a GPU's.
+_SHARE, _SHARE_ON_DEVICE = 0.2, 0.15
+# A host that is ahead of its GPU by this part of the rank's own time does not keep it waiting.
+_WELL_AHEAD = 0.5
 
 
 class EarlySlowness:

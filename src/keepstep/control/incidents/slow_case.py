@@ -75,7 +75,7 @@ class SlowCase(Case):
         self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
-        self.stages: Mapping[int, int] = {}  # of the pipeline, by rank, where an early case has seen one
+        self.stages: Mapping[int, int] = {}  # pipeline stages by rank, once an early case has seen them
         self._taken: list[Finding] = []  # what agents have found while peers were the measure
         self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()

@@ -58,9 +58,8 @@ class LateCauses:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._known: frozenset[tuple[int, str]] | None = (
-            None  # by the last verdict; None: it is of another controller
-        )
+        # What the last verdict knew; None: another controller has given it.
+        self._known: frozenset[tuple[int, str]] | None = None
         self._again_s = 0.0
 
     def judged(self, incident: Incident | None, now_s: float) -> None:

@@ -51,8 +51,8 @@ class Hosting:
         self.term = 1  # election term of the controller that runs here
         self._process: Companion | None = None
         self._ready = asyncio.Event()
-        self._begun = asyncio.Event()  # it can be met, or has died too often, or was ended
-        self.has_given_up = False  # it has died too often
+        self._begun = asyncio.Event()  # the controller can be met, or died too often, or was ended
+        self.has_given_up = False  # the controller died too often
         self._lost = ""
         self._moving: asyncio.Task[None] | None = None
 

@@ -16,7 +16,7 @@ from keepstep.core.summary import SMALL_BYTES
 _P2P, _RECV = int(Kind.P2P), int(Op.RECV)
 
 
-def call_gaps(operations: Rows, cut: Cut) -> tuple[int, int]:
+def time_between_calls(operations: Rows, cut: Cut) -> tuple[int, int]:
     """The time after calls that wait for nobody, and the time after receives, in ns; (-1, 0) if it called nothing.
 
     The time before the first call is in neither: whether the call before it waited is not known here.
