@@ -53,6 +53,7 @@ _MOST_HOST = (
 _HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
 _MOST_UNSEEN = 0.5  # part of a GPU's growth that may be waiting in collectives which did not block its stream
 _LEAST_WAIT = 0.25  # part of a GPU's growth that another rank must wait longer, if it slows the job down
+_SURE_RATIO = 1.1  # growth of a rank's own time that is not taken for noise on a busy machine
 _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
 
 
@@ -356,7 +357,8 @@ def _culprit(
     details: list[str] = []
     if rank in stages:
         details.append(f"pipeline stage {stages[rank]}")
-    if growth.follows_host[position]:
+    on_host = bool(growth.follows_host[position])
+    if on_host:
         details.append("its GPU waits for the host")
     host = _host_cause(evidence, rank)
     if host is not None:
@@ -368,10 +370,10 @@ def _culprit(
     confidence: Confidence = "high"
     if growth.before is None:
         confidence = "medium" if len(growth.ranks) >= 3 else "low"
-    elif not last or float(growth.share[position]) < 0.5:
+    elif not last or float(growth.share[position]) < 0.5 or float(growth.ratio[position]) < _SURE_RATIO:
         confidence = "medium"
-    elif host is not None and host.cause == "run queue" and growth.follows_host[position]:
-        confidence = "medium"  # what keeps its host from its work comes and goes
+    elif cause == "run queue" or (host is not None and host.cause == "run queue" and on_host):
+        confidence = "medium"  # other processes that take its CPU come and go
     ratio = round(float(growth.ratio[position]), 2)
     node = evidence.nodes.get(rank, "")
     return Culprit(rank, None, node, stage, ratio, confidence, cause, "; ".join(details))

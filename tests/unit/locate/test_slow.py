@@ -96,6 +96,16 @@ def test_the_host_cause_is_named():
     assert "throttled" in found.culprits[0].detail
 
 
+@pytest.mark.parametrize(
+    ("ratio", "cause", "confidence"),
+    [(2.0, "cpu quota", "high"), (2.0, "run queue", "medium"), (1.07, "", "medium")],
+)
+def test_what_a_busy_machine_may_do_is_never_certain(ratio: float, cause: str, confidence: str) -> None:
+    causes = [HostCause(1, cause, 0.45)] if cause else []
+    found = diagnose(JOBS["ddp4"](), Conditions(slow=slow_rank(1, ratio)), causes=causes)
+    assert [(c.rank, c.confidence) for c in found.culprits] == [(1, confidence)]
+
+
 def test_the_pipeline_stage_is_told():
     found = diagnose(JOBS["dp2-pp2"](), Conditions(slow=slow_rank(3, 2.0)))
     assert "pipeline stage 1" in found.culprits[0].detail
