@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, is_symbol, symbols
+from keepstep.agent.ranks.event_buffer import EventBuffer, Rows
+from keepstep.agent.ranks.native import symbols
 from keepstep.core.events import Kind, Op
 from keepstep.detect import find_period
 
@@ -43,10 +44,7 @@ class CustomLoop:
         """The end in ns and the step of every finished iteration in ``buffer``."""
         if self._usual is None and (buffer.count < self._look_at or now_ns < self._next_ns):
             return []
-        rows = buffer.gather()
-        if not len(rows):
-            return []
-        rows = rows[is_symbol(rows) & (rows["ticket"].astype(np.int64) > self._after_ticket)]
+        rows = buffer.repeating_from(self._after_ticket + 1)
         if self._usual is None and not self._learn(rows):
             self._look_at = min(max(2 * buffer.count, _FIRST_LOOK), _LAST_LOOK)
             self._next_ns = now_ns + _PAUSE_NS * len(rows)
@@ -56,7 +54,7 @@ class CustomLoop:
     def _learn(self, rows: Rows) -> bool:
         if len(rows) < _FIRST_LOOK or int(rows["start_ns"][-1]) - int(rows["start_ns"][0]) < _SPAN_NS:
             return False
-        numbers = symbols(rows)
+        numbers = _symbols(rows)
         length = find_period(numbers.tolist())
         if length is None or len(rows) < _PERIODS * length:
             return False
@@ -73,7 +71,7 @@ class CustomLoop:
         whole = gaps[: (len(gaps) // length) * length]
         last = int(np.argmax([np.median(whole[place::length]) for place in range(length)]))
         one = recent[last + 1 : last + 1 + length]
-        self._usual = symbols(one)
+        self._usual = _symbols(one)
         self._per_step = int(np.count_nonzero(_streams(one) == _streams(one)[-1]))
         return True
 
@@ -81,7 +79,7 @@ class CustomLoop:
         usual = self._usual
         assert usual is not None
         found: list[tuple[int, int]] = []
-        numbers, length, place = symbols(rows), len(usual), 0
+        numbers, length, place = _symbols(rows), len(usual), 0
         while place + length <= len(numbers):
             if not bool((numbers[place : place + length] == usual).all()):
                 place += 1
@@ -106,6 +104,10 @@ class CustomLoop:
             # The loop has changed, so its period is learned anew.
             self._usual, self._look_at = None, _FIRST_LOOK
         return found
+
+
+def _symbols(rows: Rows) -> NDArray[np.uint64]:
+    return np.frombuffer(symbols(rows)[0], np.uint64)
 
 
 def _streams(rows: Rows) -> NDArray[np.int64]:

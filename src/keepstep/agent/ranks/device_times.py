@@ -16,6 +16,7 @@ import numpy as np
 
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
+from keepstep.agent.ranks.native import of_kind
 from keepstep.agent.ranks.summarise import streams_of
 from keepstep.core.events import Device, Kind, Phase
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
@@ -63,16 +64,16 @@ class DeviceTimes:
         """Take the shim's records that ended since the last call and have the GPU's times."""
         if not len(rows):
             return
-        is_device = rows["kind"] == _DEVICE
-        operations = chosen(rows, (rows["kind"] < _PHASE) & (rows["group"] >= 0))
+        told = of_kind(rows, _DEVICE)
+        operations = (
+            chosen(rows, (rows["kind"] < _PHASE) & (rows["group"] >= 0)) if len(told) < len(rows) else ()
+        )
         if len(operations):
             self._operations.append(operations)
             self._kept += len(operations)
             while self._kept > _MOST_KEPT and len(self._operations) > 1:
                 self._kept -= len(self._operations.popleft())
-        told = chosen(rows, is_device)
-        fields = told[["op", "peer", "start_ns", "wait_ns", "end_ns", "bytes"]]
-        for op, number, start_ns, began_ns, ended_ns, blocked_ns in fields.tolist():
+        for op, _, _, start_ns, ended_ns, _, number, began_ns, blocked_ns in told:
             if op == _ITERATION and 0 <= blocked_ns <= ended_ns - began_ns:
                 self._known[number] = _Measured(start_ns, began_ns, ended_ns, blocked_ns)
                 self._newest = max(self._newest, number)
@@ -181,9 +182,8 @@ def _with_waits(host: IterationSummary, groups: Mapping[int, GroupInfo]) -> tupl
 
 def _numbers(cut: Cut) -> list[int]:
     """The numbers of the optimizer steps that ended in this iteration."""
-    rows = cut.rows
-    steps = chosen(rows, (rows["kind"] == _PHASE) & (rows["op"] == _OPTIMIZER) & (rows["end_ns"] > 0))
-    return sorted(steps["seq"][steps["end_ns"] <= cut.end_ns].tolist())
+    ended = ((one[0], one[1], one[4]) for one in of_kind(cut.rows, _PHASE))
+    return sorted(seq for op, seq, end_ns in ended if op == _OPTIMIZER and 0 < end_ns <= cut.end_ns)
 
 
 def _as_the_gpu_had_them(rows: Rows) -> Rows:

@@ -8,18 +8,17 @@ script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keepstep.agent.ranks.custom import CustomLoop
 from keepstep.agent.ranks.cut import Cut
-from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, chosen, is_symbol, symbols
+from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.marked_pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.markers import StepMarkers
+from keepstep.agent.ranks.native import of_kind, symbols
 from keepstep.agent.ranks.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
 
@@ -29,6 +28,7 @@ LONGEST_TOGETHER_NS = 2_000_000_000
 _SHORT_NS = 25_000_000  # longest mean time of iterations that are cut together
 _OTHERS = 0.25  # operations more or fewer than usual in an iteration, on average, with which several are still alike
 _FIRST_SEQ = 1  # the ring counts from 1
+_TIME_BYTES = 8
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE = int(Kind.PHASE)
 _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
@@ -137,7 +137,7 @@ class IterationCutter:
 
     def _note_phases(self, started: Rows, finished: Rows) -> None:
         ticket = -1
-        for code, start_ns, ticket in _columns(started, "op", "start_ns", "ticket"):
+        for code, _, ticket, start_ns, *_ in of_kind(started, _PHASE):
             self._open[ticket] = code, start_ns
             if code in self._passes:
                 self._passes[code] += 1
@@ -154,8 +154,7 @@ class IterationCutter:
 
     def _note_ends(self, finished: Rows) -> None:
         newest_ns, known = -1, len(self._markers)
-        names = "op", "seq", "ticket", "start_ns", "end_ns", "thread"
-        for code, seq, ticket, start_ns, end_ns, thread in _columns(finished, *names):
+        for code, seq, ticket, start_ns, end_ns, thread, *_ in of_kind(finished, _PHASE):
             self._last_end_ns = max(self._last_end_ns, end_ns)
             if code != _GC and end_ns > newest_ns:
                 newest_ns, self._last_ended = end_ns, code
@@ -210,8 +209,7 @@ class IterationCutter:
         taken, self._markers = self._markers[:count], self._markers[count:]
         end_ns = max(marker.end_ns for marker in taken)
         last = taken[-1]
-        rows = self._buffer.gather()
-        begun = chosen(rows, rows["start_ns"] < end_ns)
+        begun = self._buffer.begun_before(end_ns)
         start_ns = self._edge_ns if self._edge_ns is not None else _first_activity(begun, end_ns)
         found = self._without_pauses(begun, start_ns, end_ns, taken)
         step, follows = self._number(taken)
@@ -220,7 +218,7 @@ class IterationCutter:
         self._edge_ns, self._edge_number, self._edge_ticket = end_ns, last.number, last.ticket
         self._whole = True
         self._buffer.drop_before(end_ns)
-        self._count_passes(chosen(rows, rows["start_ns"] >= end_ns))
+        self._count_passes(end_ns)
         before = self._numbering()
         if self._learned.learn() and self._numbering() != before:
             self.renumbered += 1
@@ -228,9 +226,9 @@ class IterationCutter:
             return None
         return Cut(step + self.first_step, start_ns, end_ns, *found, step < WARM_UP_STEPS, whole)
 
-    def _count_passes(self, begun: Rows, iterations: int = 1) -> None:
-        """Count passes for the next iteration: those that began after the last ``iterations`` ended."""
-        codes = [code for (code,) in _columns(begun, "op")]
+    def _count_passes(self, end_ns: int, iterations: int = 1) -> None:
+        """Count passes for the next iteration: those that began after the last ``iterations``, which ended then."""
+        codes = self._buffer.phases_since(end_ns)
         fresh = {code: codes.count(code) for code in self._passes}
         self._usual_passes = max(self._passes[code] - fresh[code] for code in fresh) // iterations
         self._passes = fresh
@@ -305,14 +303,13 @@ class IterationCutter:
         usual, end_ns, pauses = self._usual.length, ends_ns[-1], NOTHING
         if not usual or not self._whole:
             return None
-        rows = self._buffer.gather()
-        begun = chosen(rows, rows["start_ns"] < end_ns)
+        begun = self._buffer.begun_before(end_ns)
         if self._last_pause_ns >= self._paused_before_ns:
             saved = checkpoints_in(begun, start_ns, end_ns, self._markers) if self._markers else None
             if saved is None:
                 return None
             pauses, begun = saved, outside(begun, saved) if saved.total_ns else begun
-        found = int(np.count_nonzero(is_symbol(begun) & (begun["start_ns"] >= start_ns)))
+        found = len(symbols(begun, since_ns=start_ns)[1]) // _TIME_BYTES
         if abs(found - usual * len(ends_ns)) > _OTHERS * len(ends_ns):
             return None
         ends = np.array(ends_ns, np.int64)
@@ -326,18 +323,16 @@ class IterationCutter:
             last = self._markers[count - 1]
             del self._markers[:count]
             self._edge_number, self._edge_ticket = last.number, last.ticket
-            rows = self._buffer.gather()
-            self._count_passes(chosen(rows, rows["start_ns"] >= cut.end_ns), cut.steps)
+            self._count_passes(cut.end_ns, cut.steps)
         self._edge_ns = cut.end_ns
         self._buffer.drop_before(cut.end_ns)
 
-    def _teach(self, content: Rows, numbers: NDArray[np.uint64], taken: list[Marker]) -> None:
+    def _teach(self, rows: Rows, taken: list[Marker]) -> None:
         """Tell the learner of the markers which operations and passes lie between each of them and the one before."""
         before = self._edge_ticket
-        tickets, backward = content["ticket"], content["kind"] == _PHASE
         for marker in taken:
-            low, high = np.searchsorted(tickets, [before + 1, marker.ticket])
-            self._learned.add(marker.number, numbers[low:high], bool(backward[low:high].any()))
+            content, _, backward = symbols(rows, before + 1, marker.ticket)
+            self._learned.add(marker.number, content, backward)
             before = marker.ticket
 
     def _feed_custom(self, now_ns: int) -> list[Cut]:
@@ -359,8 +354,7 @@ class IterationCutter:
         return cuts
 
     def _cut_custom(self, end_ns: int, number: int) -> Cut | None:
-        rows = self._buffer.gather()
-        begun, start_ns, whole = chosen(rows, rows["start_ns"] < end_ns), self._edge_ns, self._whole
+        begun, start_ns, whole = self._buffer.begun_before(end_ns), self._edge_ns, self._whole
         self._edge_ns, self._whole = end_ns, True
         cut = None
         if start_ns is not None and len(begun):
@@ -381,13 +375,9 @@ class IterationCutter:
             begun = outside(begun, pauses) if pauses.total_ns else begun
             going_on = [start for code, start in self._open.values() if code in PAUSES and start < end_ns]
             self._paused_before_ns = min([end_ns, *going_on])
-        content = chosen(begun, is_symbol(begun))
-        numbers, starts = symbols(content), content["start_ns"]
         if taken:
-            self._teach(content, numbers, taken)
-        fresh = starts >= start_ns
-        if not fresh.all():
-            numbers, starts = numbers[fresh], starts[fresh]
+            self._teach(begun, taken)
+        numbers, starts, _ = symbols(begun, since_ns=start_ns)
         unmarked = self._usual.pause_ns(numbers, starts, start_ns + pauses.total_ns, end_ns)
         if unmarked:
             # It lies at the iteration's start, and lasts longer by the marked pauses inside it.
@@ -396,12 +386,6 @@ class IterationCutter:
             evaluation_ns += pauses.total_ns - marked_ns
             begun = outside(begun, pauses)
         return begun, pauses, evaluation_ns, checkpoint_ns
-
-
-def _columns(rows: Rows, *names: str) -> Iterator[tuple[int, ...]]:
-    """These fields of the phases among some records."""
-    place = (rows["kind"] == _PHASE).nonzero()[0]
-    return zip(*(rows[name][place].tolist() for name in names), strict=True)
 
 
 def _first_activity(rows: Rows, end_ns: int) -> int:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-import numpy as np
-from numpy.typing import NDArray
-
-Sequence = NDArray[np.uint64]
+Sequence = bytes  # 8 for each symbol
 
 _MIN_MARKERS = 8
 _MATCH = 0.9
@@ -41,7 +38,7 @@ class StepMarkers:
 
         ``backward``: there was a backward pass among them.
         """
-        kind = hash(content.tobytes())
+        kind = hash(content)
         if kind not in self._known and len(self._known) >= _KINDS:
             self._known = {kind: self._known[kind] for _, kind in self._seen}
             if len(self._known) >= _KINDS:
@@ -117,5 +114,5 @@ def _agreement(classes: list[int], lag: int) -> float:
 
 
 def _is_subsequence(short: Sequence, long: Sequence) -> bool:
-    rest = iter(long.tolist())
-    return all(any(item == other for other in rest) for item in short.tolist())
+    rest = iter(memoryview(long).cast("Q"))
+    return all(any(item == other for other in rest) for item in memoryview(short).cast("Q"))

@@ -19,31 +19,25 @@ was not recorded counts as waiting from the last record that its thread began be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
+from keepstep.agent.ranks.native import own_times, streams, waits
 from keepstep.agent.ranks.time_between_calls import time_between_calls
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary
 
 # Enum members as plain integers: looking them up and comparing them costs more than comparing whole arrays.
 _PHASE, _P2P = int(Kind.PHASE), int(Kind.P2P)
-_GC, _OPTIMIZER, _DATA, _BACKWARD = (
-    int(code) for code in (Phase.GC, Phase.OPTIMIZER, Phase.DATA, Phase.BACKWARD)
-)
-_ASYNC = int(Flag.ASYNC)
 _END_BY_WAIT = int(Flag.END_BY_WAIT)
 _KNOWN_ASYNC = int(Flag.ASYNC | Flag.SYNC_KNOWN)
-# Phases by priority: a moment that lies in several of them counts as the first.
-_PHASES = (_GC, _OPTIMIZER, _DATA, _BACKWARD)
 _KINDS: tuple[tuple[BlockKind, int, int], ...] = (
     ("forward", _PHASE, int(Phase.MODEL)),
-    ("backward", _PHASE, _BACKWARD),
+    ("backward", _PHASE, int(Phase.BACKWARD)),
     ("send", _P2P, int(Op.SEND)),
     ("recv", _P2P, int(Op.RECV)),
 )
@@ -69,27 +63,12 @@ def summarise(
     once. So ``self_s`` less all of them is the forward pass and everything outside of phases. ``start_s`` and the times
     of streams are shifted as if all pauses had come before the iteration's start.
     """
-    rows = cut.rows
-    communicates = rows["kind"] != _PHASE
-    operations = chosen(rows, communicates)
-    begin, until = waited(operations, cut.end_ns)
-    taken = Union(*clipped(begin, until, cut.start_ns, cut.end_ns)).joined(cut.pauses)
-    self_ns = cut.end_ns - cut.start_ns - taken.total_ns
-    own = dict.fromkeys(_PHASES, 0)
-    if len(operations) < len(rows):
-        phases = chosen(rows, ~communicates)
-        codes = phases["op"]
-        present = set(codes.tolist())
-        for phase in _PHASES:
-            if phase not in present:
-                continue
-            found = chosen(phases, codes == phase) if len(present) > 1 else phases
-            ends = np.where(found["end_ns"] == 0, cut.end_ns, found["end_ns"])
-            span = Union(*clipped(found["start_ns"], ends, cut.start_ns, cut.end_ns))
-            own[phase] = span.less(taken)
-            taken = taken.joined(span)
+    rows, pauses = cut.rows, (cut.pauses.starts, cut.pauses.ends)
+    taken_ns, gc_ns, optimizer_ns, data_ns, backward_ns = own_times(rows, cut.start_ns, cut.end_ns, *pauses)
+    self_ns = cut.end_ns - cut.start_ns - taken_ns
     second = 1e-9 / cut.steps
-    between_ns, received_ns = time_between_calls(operations, cut) if on_device and cut.steps == 1 else (-1, 0)
+    tells = cut.steps == 1 and (told is None or len(told) > 0)
+    between_ns, received_ns = time_between_calls(cut) if on_device and cut.steps == 1 else (-1, 0)
     return IterationSummary(
         rank=rank,
         step=cut.step,
@@ -97,26 +76,22 @@ def summarise(
         duration_s=cut.duration_ns * second,
         self_s=self_ns * second,
         blocked_s=(cut.duration_ns - self_ns) * second,
-        data_s=own[_DATA] * second,
-        backward_s=own[_BACKWARD] * second,
-        optimizer_s=own[_OPTIMIZER] * second,
-        gc_s=own[_GC] * second,
+        data_s=data_ns * second,
+        backward_s=backward_ns * second,
+        optimizer_s=optimizer_ns * second,
+        gc_s=gc_ns * second,
         evaluation_s=cut.evaluation_ns * second,
         checkpoint_s=cut.checkpoint_ns * second,
         between_calls_s=between_ns * 1e-9 if between_ns >= 0 else -1.0,
         after_receives_s=received_ns * 1e-9,
-        streams=_streams_told(operations, begin, until, cut, groups, told) if cut.steps == 1 else (),
+        streams=_named(streams(rows, cut.start_ns, cut.end_ns, *pauses, told), groups) if tells else (),
     )
 
 
 def waited(operations: Rows, end_ns: int) -> tuple[Times, Times]:
     """Start and end of the rank's wait in each operation; ``end_ns`` replaces ends that are not known yet."""
-    starts: Times = operations["start_ns"]
-    waits: Times = operations["wait_ns"]
-    ends = np.where(operations["end_ns"] == 0, end_ns, operations["end_ns"])
-    seen = waits > 0
-    begin = np.where(seen, waits, starts)
-    return np.where(~seen & _would_be_seen(operations, seen), ends, begin), ends
+    begin, until = waits(operations, end_ns)
+    return np.frombuffer(begin, np.int64), np.frombuffer(until, np.int64)
 
 
 def blocked(in_flight: Rows) -> bool:
@@ -129,81 +104,17 @@ def blocked(in_flight: Rows) -> bool:
     return bool(((operations["wait_ns"] > 0) | ~later).any())
 
 
-def _would_be_seen(operations: Rows, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """For which operations a wait would have been recorded if there had been one."""
-    flags = operations["flags"]
-    certain = (flags & _END_BY_WAIT) != 0
-    asynchronous = (flags & _KNOWN_ASYNC) == _KNOWN_ASYNC
-    if bool(asynchronous.any()):
-        groups = operations["group"]
-        certain |= asynchronous & np.isin(groups, groups[asynchronous & seen])
-    return certain
-
-
 def streams_of(
     operations: Rows, start_ns: int, end_ns: int, groups: Mapping[int, GroupInfo]
 ) -> tuple[StreamSummary, ...]:
     """The streams of operations that lasted from their start to their end, in an iteration without pauses."""
     start_ns = min(start_ns, int(operations["start_ns"].min(initial=start_ns)))
-    cut = Cut(0, start_ns, end_ns, operations, NOTHING)
     names = {number: group.name for number, group in groups.items()}
-    return _streams(operations, operations["start_ns"], operations["end_ns"], cut, names)
+    nothing = NOTHING.starts, NOTHING.ends
+    return _named(streams(operations, start_ns, end_ns, *nothing, blocked_throughout=True), names)
 
 
-def _streams_told(
-    operations: Rows,
-    begin: Times,
-    until: Times,
-    cut: Cut,
-    groups: Mapping[int, str],
-    told: Collection[int] | None,
-) -> tuple[StreamSummary, ...]:
-    if told is not None:
-        if not told:
-            return ()
-        theirs = np.isin(operations["group"], list(told))
-        operations, begin, until = chosen(operations, theirs), begin[theirs], until[theirs]
-    return _streams(operations, begin, until, cut, groups)
-
-
-def _streams(
-    operations: Rows, begin: Times, until: Times, cut: Cut, groups: Mapping[int, str]
-) -> tuple[StreamSummary, ...]:
-    if not len(operations):
-        return ()
-    begin = _surely_blocked(operations, begin, until)
-    fresh = operations["start_ns"] >= cut.start_ns
-    if not fresh.all():
-        operations, begin, until = chosen(operations, fresh), begin[fresh], until[fresh]
-        if not len(operations):
-            return ()
-    key = operations["group"].astype(np.int64) << 40
-    key |= operations["op"].astype(np.int64) << 32
-    key |= operations["peer"].astype(np.int64) & 0xFFFFFFFF
-    if bool((key[1:] < key[:-1]).any()):
-        order = np.argsort(key, kind="stable")
-        operations, key, begin, until = chosen(operations, order), key[order], begin[order], until[order]
-    first = np.concatenate(([0], np.flatnonzero(key[1:] != key[:-1]) + 1))
-    counts = np.diff(np.concatenate((first, [len(key)])))
-    starts = operations["start_ns"]
-    ends = np.where(operations["end_ns"] == 0, cut.end_ns, operations["end_ns"])
-    length = ends - starts
-    origin_ns = cut.end_ns - cut.duration_ns
-    paused = cut.pauses.total_ns > 0
-    sums: NDArray[np.int64] = np.stack(
-        (
-            _without(cut.pauses, starts) if paused else starts - origin_ns,
-            _without(cut.pauses, ends) if paused else ends - origin_ns,
-            length,
-            np.maximum(until - begin, 0),
-            operations["bytes"].astype(np.int64),
-        )
-    )
-    if paused:
-        sums[:2] -= origin_ns
-    totals: NDArray[np.int64] = np.add.reduceat(sums, first, axis=1)
-    fastest = np.minimum.reduceat(length, first)
-    heads = chosen(operations, first)
+def _named(sums: Sequence[tuple[int, ...]], groups: Mapping[int, str]) -> tuple[StreamSummary, ...]:
     return tuple(
         StreamSummary(
             group=groups.get(group, f"?{group}"),
@@ -218,35 +129,8 @@ def _streams(
             blocked_s=blocked * 1e-9,
             fastest_s=short * 1e-9,
         )
-        for (group, op, peer, seq), count, (start, end, busy, blocked, size), short in zip(
-            heads[["group", "op", "peer", "seq"]].tolist(),
-            counts.tolist(),
-            zip(*totals.tolist(), strict=True),
-            fastest.tolist(),
-            strict=True,
-        )
+        for group, op, peer, seq, count, start, end, busy, blocked, size, short in sums
     )
-
-
-def _without(pauses: Union, times: NDArray[np.int64]) -> Times:
-    """``times``, shifted as if all pauses had come before the iteration."""
-    return times + (pauses.total_ns - pauses.until(times))
-
-
-def _surely_blocked(operations: Rows, begin: Times, until: Times) -> Times:
-    """The starts of waits, moved behind the last record that the same thread began before each operation ended."""
-    guessed = ((operations["flags"] & _ASYNC) != 0) & (begin == operations["start_ns"]) & (until > begin)
-    if not guessed.any():
-        return begin
-    sure: Times = np.array(begin)
-    threads = operations["thread"]
-    for thread in set(threads[guessed].tolist()):
-        here = threads == thread
-        begun = np.sort(operations["start_ns"][here])
-        mine = guessed & here
-        last = begun[np.maximum(np.searchsorted(begun, until[mine], "left") - 1, 0)]
-        sure[mine] = np.maximum(begin[mine], np.minimum(last, until[mine]))
-    return sure
 
 
 def blocks_of(cut: Cut, rank: int) -> tuple[BlockSummary, ...]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from keepstep.agent.ranks.cut import Cut
-from keepstep.agent.ranks.event_buffer import Rows, chosen
+from keepstep.agent.ranks.event_buffer import chosen
 from keepstep.core.events import Kind, Op
 from keepstep.core.summary import SMALL_BYTES
 
-_P2P, _RECV = int(Kind.P2P), int(Op.RECV)
+_PHASE, _P2P, _RECV = int(Kind.PHASE), int(Kind.P2P), int(Op.RECV)
 
 
-def time_between_calls(operations: Rows, cut: Cut) -> tuple[int, int]:
+def time_between_calls(cut: Cut) -> tuple[int, int]:
     """The time after calls that wait for nobody, and the time after receives, in ns; (-1, 0) if it called nothing.
 
     The time before the first call is in neither: whether the call before it waited is not known here.
     """
-    operations = chosen(operations, operations["start_ns"] >= cut.start_ns)
+    rows = cut.rows
+    operations = chosen(rows, (rows["kind"] != _PHASE) & (rows["start_ns"] >= cut.start_ns))
     if not len(operations):
         return -1, 0
     operations = chosen(operations, np.argsort(operations["start_ns"], kind="stable"))

@@ -15,6 +15,7 @@ from keepstep.agent.ranks.device_calls import has_device_groups
 from keepstep.agent.ranks.device_times import DeviceTimes
 from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
 from keepstep.agent.ranks.iterations import IterationCutter
+from keepstep.agent.ranks.native import extremes, of_kind
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Flag, Kind, Phase
@@ -138,10 +139,14 @@ class RankTrack:
         """
         taken = Taken()
         if len(started) or len(finished):
-            if len(finished):
+            _, latest_ns, failed = extremes(finished)
+            if failed or self.failed is not None:
                 self._note_failures(finished)
+            # Nothing is progress while the rank winds up after an operation that failed, and no phase that did.
             if self.failed is None:
-                self._count(started, finished)
+                self.progress += len(started) + len(finished) - failed
+                begun_ns = int(started["start_ns"][-1]) if len(started) else 0
+                self.last_progress_ns = max(self.last_progress_ns, begun_ns, latest_ns)
             if len(started):
                 self.thread = int(started["thread"][-1])
                 self._learn_groups(started, groups)
@@ -301,23 +306,10 @@ class RankTrack:
         return {same for cut in latest for same in cut.rows[USUAL].tolist()}
 
     def _learn_groups(self, rows: Rows, groups: Callable[[], Sequence[GroupInfo]]) -> None:
-        if int(rows["group"].max()) >= len(self.groups):
+        if extremes(rows)[0] >= len(self.groups):
             self.know_groups(groups())
 
-    def _count(self, started: Rows, finished: Rows) -> None:
-        """Count records as progress: none while the rank winds up after an operation that failed, no phase that did."""
-        failed = (finished["flags"] & _FAILED) != 0
-        if failed.any():
-            finished = chosen(finished, ~failed)
-        self.progress += len(started) + len(finished)
-        if len(started):
-            self.last_progress_ns = max(self.last_progress_ns, int(started["start_ns"][-1]))
-        if len(finished):
-            self.last_progress_ns = max(self.last_progress_ns, int(finished["end_ns"].max()))
-
     def _note_failures(self, finished: Rows) -> None:
-        if self.failed is None and not (finished["flags"] & _FAILED).any():
-            return
         operations = chosen(finished, finished["kind"] != _PHASE)
         has_failed = (operations["flags"] & _FAILED) != 0
         failed = chosen(operations, has_failed)
@@ -329,12 +321,12 @@ class RankTrack:
 
     def _learn_phases(self, finished: Rows) -> None:
         """Learn from finished phases how long data loading and optimizer steps usually take."""
-        phases = chosen(finished, finished["kind"] == _PHASE)
-        for code in _SHORT_PHASES if len(phases) else ():
-            ended = chosen(phases, phases["op"] == code)
-            if len(ended):
-                longest_ns = int((ended["end_ns"] - ended["start_ns"]).max())
-                self.watch.hang.lasted(Phase(code), min(longest_ns * 1e-9, _LONGEST_SHORT_S))
+        longest: dict[int, int] = {}
+        for code, _, _, start_ns, end_ns, *_ in of_kind(finished, _PHASE):
+            if code in _SHORT_PHASES:
+                longest[code] = max(longest.get(code, 0), end_ns - start_ns)
+        for code, took_ns in longest.items():
+            self.watch.hang.lasted(Phase(code), min(took_ns * 1e-9, _LONGEST_SHORT_S))
 
     def rest(self) -> list[tuple[IterationSummary, int]]:
         """The iterations that still wait for their times on the GPU, each with how many were taken together."""

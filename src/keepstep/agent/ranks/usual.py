@@ -6,16 +6,15 @@ ones. The time they take counts as a pause, so that the iteration takes as long 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from statistics import median
-
-import numpy as np
-from numpy.typing import NDArray
 
 _KNOWN = 3
 _SEQUENCES = 8
 # Share of an iteration below which extra time is no pause: it is often an all-reduce of a metric.
 _SHARE = 0.05
+_BYTES = 8  # of a symbol, and of a time
 
 
 class UsualSequence:
@@ -23,39 +22,38 @@ class UsualSequence:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
-        self._contents: dict[int, NDArray[np.uint64]] = {}
+        self._contents: dict[int, bytes] = {}
         self._leads: deque[int] = deque(maxlen=9)
         self._usual = 0
 
     @property
     def length(self) -> int:
         """How many symbols the usual sequence has; 0 while it is not known."""
-        return len(self._contents[self._usual]) if self._counts.get(self._usual, 0) >= _KNOWN else 0
+        return len(self._contents[self._usual]) // _BYTES if self._counts.get(self._usual, 0) >= _KNOWN else 0
 
-    def pause_ns(
-        self, content: NDArray[np.uint64], starts: NDArray[np.int64], start_ns: int, end_ns: int
-    ) -> int:
+    def pause_ns(self, content: bytes, starts: bytes, start_ns: int, end_ns: int) -> int:
         """Take an iteration's symbols and their starts; return the length of the unmarked pause at its beginning.
 
-        ``start_ns`` to ``end_ns`` is the iteration without its marked pauses.
+        Both are 8 bytes for each, as of `native.symbols`. ``start_ns`` to ``end_ns`` is the iteration without its
+        marked pauses.
         """
-        kind = hash(content.tobytes())
+        kind = hash(content)
         usual = self._contents.get(self._usual)
         if usual is not None and kind != self._usual and self._counts[self._usual] >= _KNOWN:
             extra = len(content) - len(usual)
-            if extra > 0 and len(usual) and bool((content[extra:] == usual).all()):
+            if extra > 0 and usual and content[extra:] == usual:
                 lead = int(median(self._leads)) if self._leads else 0
-                pause = int(starts[extra]) - lead - start_ns
+                pause = _time_at(starts, extra) - lead - start_ns
                 least = _SHARE * (end_ns - start_ns - pause)
                 # A single operation right at the start is the all-reduce of a logged metric, however long it waits.
-                log_line = extra == 1 and int(starts[0]) - start_ns <= least
+                log_line = extra == _BYTES and _time_at(starts, 0) - start_ns <= least
                 return 0 if log_line or pause <= least else pause
         self._count(kind, content)
-        if kind == self._usual and len(starts):
-            self._leads.append(int(starts[0]) - start_ns)
+        if kind == self._usual and starts:
+            self._leads.append(_time_at(starts, 0) - start_ns)
         return 0
 
-    def _count(self, kind: int, content: NDArray[np.uint64]) -> None:
+    def _count(self, kind: int, content: bytes) -> None:
         if kind not in self._counts and len(self._counts) >= _SEQUENCES:
             rarest = min(self._counts, key=self._counts.__getitem__)
             del self._counts[rarest]
@@ -68,3 +66,8 @@ class UsualSequence:
         if self._usual not in self._counts or self._counts[best] > self._counts[self._usual]:
             self._usual = best
             self._leads.clear()
+
+
+def _time_at(times: bytes, place: int) -> int:
+    """The int64 that begins at byte ``place``."""
+    return int.from_bytes(times[place : place + _BYTES], sys.byteorder, signed=True)

@@ -60,7 +60,7 @@ class Job:
             self._ticket += 1
             fields = {"ticket": self._ticket, "seq": self._step, "kind": int(Kind.PHASE), "op": int(code)}
             rows.append(record(**fields, start_ns=start_ns, end_ns=end_ns))
-        host = np.concatenate(rows)
+        host = np.concatenate(rows).astype(g.RECORD)
         took = int((own_ms + blocked_ms) * g.MS)
         begun, self._gpu_ns = self._gpu_ns, max(self._gpu_ns + took, end)
         gpu: list[Rows] = []
@@ -91,7 +91,7 @@ class Job:
     def _take(self, host: Rows, now_ns: int) -> None:
         over = [row for end_ns, row in self._on_gpu if end_ns <= now_ns]
         self._on_gpu = self._on_gpu[len(over) :]
-        measured = np.concatenate(over) if over else None
+        measured = np.concatenate(over).astype(g.RECORD) if over else None
         taken = self.track.take(host, host, 0, now_ns, lambda: GROUPS, measured)
         self.findings += taken.findings
         self.logged += [one for one, _ in taken.iterations]

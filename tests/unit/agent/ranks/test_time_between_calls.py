@@ -39,18 +39,18 @@ def cut(calls: list[tuple[int, Kind, Op, int]], pauses: Union = NOTHING) -> Cut:
 @pytest.mark.parametrize("order", [1, -1])
 def test_time_after_receives_and_small_collectives_is_not_between_calls(order: int) -> None:
     one = cut(CALLS[::order])
-    assert time_between_calls(one.rows, one) == (20 + 5 + 5, 30)
+    assert time_between_calls(one) == (20 + 5 + 5, 30)
 
 
 def test_pauses_and_calls_of_the_iteration_before_do_not_count() -> None:
     pause = Union(np.array([40], np.int64), np.array([50], np.int64))
     one = cut([(-5, P2P, Op.RECV, BIG), *CALLS], pause)
-    assert time_between_calls(one.rows, one) == (20 + 5 + 5, 30 - 10)
+    assert time_between_calls(one) == (20 + 5 + 5, 30 - 10)
 
 
 def test_without_calls_nothing_is_known() -> None:
     one = cut([])
-    assert time_between_calls(one.rows, one) == (-1, 0)
+    assert time_between_calls(one) == (-1, 0)
     assert summarise(one, 0, {}, on_device=True).between_calls_s == -1.0
 
 
