@@ -13,10 +13,12 @@ collection and checkpoints do not count as evidence.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from operator import mul
 from statistics import NormalDist, median
 from typing import Literal
 
@@ -102,6 +104,7 @@ class ChangePointDetector:
         self._healthy = math.inf
         self._index = -1
         self._recent: deque[tuple[int, float]] = deque(maxlen=2 * _REACH)
+        self._latest: deque[float] = deque(maxlen=_REACH)  # times of the latest of them
         self._waiting: deque[tuple[int, float]] = deque()
         self._level = SortedWindow(_LEVEL_WINDOW)
         self._residuals = SortedWindow(_WINDOW)
@@ -119,6 +122,7 @@ class ChangePointDetector:
         if self._index < self._warmup or not is_time:
             return None
         self._recent.append((self._index, seconds))
+        self._latest.append(seconds)
         self._waiting.append((self._index, seconds))
         found = self._test(seconds) or self._drift()
         if found is None:
@@ -143,9 +147,10 @@ class ChangePointDetector:
             # Spikes of one or two iterations (garbage collection, checkpoint) say nothing about the tail that runs of
             # iterations are judged by.
             wide = 3 * self._scale
-            before = _leading(self._last_residuals, wide)
-            ahead = _leading([value - level for _, value in islice(self._waiting, 2)], wide)
-            lone = len(self._residuals) >= 20 and abs(residual) > 2 * wide > 0 and before + ahead <= 1
+            lone = len(self._residuals) >= 20 and abs(residual) > 2 * wide > 0
+            if lone:
+                before = _leading(self._last_residuals, wide)
+                lone = before + _leading([value - level for _, value in islice(self._waiting, 2)], wide) <= 1
             if not lone:
                 self._residuals.push(residual, index)
                 if len(self._residuals) < 64 or index % 8 == 0:
@@ -187,8 +192,10 @@ class ChangePointDetector:
         values = self._residuals.values
         quarter = len(values) // 4
         reach = 3 * (values[-1 - quarter] - values[quarter]) / 1.349
-        square = reach * reach
-        self._scale = math.sqrt(sum(min(value * value, square) for value in values) / len(values)) * 1.01
+        low, high = bisect_left(values, -reach), bisect_right(values, reach)
+        inside = values[low:high]
+        squares = sum(map(mul, inside, inside), low * reach * reach) + (len(values) - high) * reach * reach
+        self._scale = math.sqrt(squares / len(values)) * 1.01
         self._rates = self._correlation.rates()
         self._inflation = {0: inflation(self._rates, len(self._level))}
         calm = 0.25 * self._min_change * self._anchor
@@ -219,9 +226,12 @@ class ChangePointDetector:
             return None
         level = self._level.median()
         sign = 1.0 if seconds > level else -1.0
+        floor = 0.5 * self._min_change * level
+        farthest = max(self._latest) - level if sign > 0 else level - min(self._latest)
+        if farthest <= floor:  # as in most iterations: no run has a larger mean
+            return None
         halfway = 0.5 * (level - self._healthy) if sign < 0 else -math.inf
         latest = [sign * (value - level) for _, value in self._recent][-_REACH:]
-        floor = 0.5 * self._min_change * level
         # A healthy level may wander by half of what counts as a change, and by more if few iterations show it.
         wander = floor * (1 + 8 / len(self._residuals))
         for length, hits in _TESTS:
@@ -289,6 +299,8 @@ class ChangePointDetector:
         self._inflation[0] = inflation(self._correlation.rates(), len(self._level))
         self._recent.clear()
         self._recent.extend(taken)
+        self._latest.clear()
+        self._latest.extend(value for _, value in self._recent)
         self._last_residuals = (0.0, 0.0)
 
     def _recent_level(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -143,13 +143,22 @@ class DeviceTimes:
         last = measured[-1]
         late_ns = max(last.ended_ns - cut.end_ns, 0) + 2 * (last.ended_ns - last.began_ns)
         self._patience_ns = _LONGEST_NS + 2 * late_ns
-        return replace(
-            host,
+        return IterationSummary(
+            rank=host.rank,
+            step=host.step,
             start_s=last.began_ns * 1e-9,
             duration_s=took_s,
             self_s=took_s - blocked_s,
             blocked_s=blocked_s,
+            data_s=host.data_s,
+            backward_s=host.backward_s,
+            optimizer_s=host.optimizer_s,
+            gc_s=host.gc_s,
+            evaluation_s=host.evaluation_s,
+            checkpoint_s=host.checkpoint_s,
             ahead_s=max(last.ended_ns - cut.end_ns, 0) * 1e-9,
+            between_calls_s=host.between_calls_s,
+            after_receives_s=host.after_receives_s,
             streams=(
                 *_with_waits(host, groups),
                 *(self._streams(cut, last, groups) if cut.steps == 1 else ()),
@@ -167,8 +176,9 @@ class DeviceTimes:
         later = chosen(rows, starts >= cut.end_ns)
         mine = chosen(rows, (starts >= cut.start_ns) & (starts < cut.end_ns))
         self._operations.clear()
-        self._operations.append(later)
         self._kept = len(later)
+        if len(later):
+            self._operations.append(later)
         if not len(mine):
             return ()
         return streams_of(_as_the_gpu_had_them(mine), measured.began_ns, measured.ended_ns, groups)
@@ -176,6 +186,8 @@ class DeviceTimes:
 
 def _with_waits(host: IterationSummary, groups: Mapping[int, GroupInfo]) -> tuple[StreamSummary, ...]:
     """What the host itself transferred, as over Gloo beside NCCL."""
+    if not host.streams:
+        return ()
     names = {group.name for group in groups.values() if group.records_waits}
     return tuple(one for one in host.streams if one.group in names)
 

@@ -37,6 +37,7 @@ from keepstep.wire.messages import (
 logger = logging.getLogger("keepstep.agent")
 
 _LOOK_S = 0.05
+_IDLE_LOOK_S = 0.5  # while nothing was saved yet
 _PACE_S = 10.0  # how often it is considered what share of the saves is told
 _CPU_SHARE = 0.01  # most of one core that this may take
 _BYTES_PER_S = 4 << 20  # most that all nodes together may send to the controller
@@ -128,7 +129,7 @@ class ChecksumTeller:
 
     def _run(self) -> None:
         complaint = ""
-        while not self._stopped.wait(_LOOK_S):
+        while not self._stopped.wait(_IDLE_LOOK_S if self._newest is None else _LOOK_S):
             try:
                 self.look()
                 complaint = ""
