@@ -183,20 +183,13 @@ auto with_file(nb::handle where, int flags, Use use) {
 
 nb::tuple poll(ring::Reader& reader, std::uint16_t apart, std::uint16_t kept) {
   ring::Progress progress;
-  std::vector<ring::Record> others;
   {
     nb::gil_scoped_release others_run;
-    progress = reader.poll();
-    if (apart != 0) {
-      const auto is_apart = [apart](const ring::Record& record) { return (record.flags & apart) != 0; };
-      for (const ring::Record& record : progress.finished)
-        if (is_apart(record) && (record.flags & kept) != 0) others.push_back(record);
-      for (std::vector<ring::Record>* records : {&progress.started, &progress.finished})
-        records->erase(std::remove_if(records->begin(), records->end(), is_apart), records->end());
-    }
+    progress = reader.poll(apart, kept);
   }
   const auto rows = [](const std::vector<ring::Record>& records) { return records.empty() ? nb::none() : packed(records); };
-  return nb::make_tuple(rows(progress.started), rows(progress.finished), progress.lost, progress.unfinished, rows(others));
+  return nb::make_tuple(rows(progress.started), rows(progress.finished), progress.lost, progress.unfinished,
+                        rows(progress.others));
 }
 
 nb::object snapshot(const ring::Reader& reader, bool only_in_flight) {

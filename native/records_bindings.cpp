@@ -65,10 +65,11 @@ records::Union union_of(nb::handle starts, nb::handle ends) {
 
 template <typename Keep>
 nb::object kept(Span rows, Keep keep) {
-  std::vector<Record> found;
-  found.reserve(rows.size());
-  std::copy_if(rows.begin(), rows.end(), std::back_inserter(found), keep);
-  return packed(found);
+  const auto count = std::count_if(rows.begin(), rows.end(), keep);
+  nb::object found = nb::steal(PyByteArray_FromStringAndSize(nullptr, count * static_cast<Py_ssize_t>(sizeof(Record))));
+  if (!found.is_valid()) throw nb::python_error();
+  std::copy_if(rows.begin(), rows.end(), reinterpret_cast<Record*>(PyByteArray_AS_STRING(found.ptr())), keep);
+  return found;
 }
 
 nb::list of_kind(nb::handle rows, std::uint8_t kind) {

@@ -54,6 +54,7 @@ struct GroupState {
 
 struct Progress {
   std::vector<Record> started, finished;
+  std::vector<Record> others;  // finished ones that were asked for apart
   std::uint64_t lost = 0;      // records never handed out
   std::uint64_t unfinished = 0;  // records handed out as started, overwritten before their end was seen
 };
@@ -106,8 +107,11 @@ class Reader {
   // Whether the process that claimed the ring still runs; of a saved copy, never.
   bool writer_lives() const { return live_ && claim_lives(header().claim.load(acquire)); }
 
-  Progress poll() {
+  // Records with a flag of `apart` are left out, but for those that have ended with one of `kept`.
+  Progress poll(std::uint16_t apart = 0, std::uint16_t kept = 0) {
     const std::lock_guard<std::mutex> guard(state_);
+    apart_ = apart;
+    kept_ = kept;
     Progress progress;
     const std::uint64_t epoch = header().epoch.load(acquire);
     if ((epoch & 1) != 0) return progress;
@@ -320,7 +324,7 @@ class Reader {
       if (changed_[block_of(index)] != 0 || index + layout_.records < next) {
         const Found found = read(index, record);
         if (found == Found::valid && record.end_ns != 0) {
-          progress.finished.push_back(record);
+          finish(record, progress);
           continue;
         }
         if (found != Found::valid) {
@@ -368,12 +372,19 @@ class Reader {
     Record record;
     const Found found = read(index, record);
     if (found != Found::valid) return found;
-    progress.started.push_back(record);
+    if ((record.flags & apart_) == 0) progress.started.push_back(record);
     if (record.end_ns != 0)
-      progress.finished.push_back(record);
+      finish(record, progress);
     else
       pending_.push_back(index);
     return found;
+  }
+
+  void finish(const Record& record, Progress& progress) const {
+    if ((record.flags & apart_) == 0)
+      progress.finished.push_back(record);
+    else if ((record.flags & kept_) != 0)
+      progress.others.push_back(record);
   }
 
   std::uint64_t table(std::size_t at, std::size_t id) const {
@@ -428,6 +439,7 @@ class Reader {
   const char* memory_ = nullptr;
   std::unique_ptr<Word[]> copy_;
 
+  std::uint16_t apart_ = 0, kept_ = 0;
   std::mutex state_;
   std::uint64_t epoch_ = 0;
   std::uint64_t cursor_ = 0;
