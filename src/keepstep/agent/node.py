@@ -237,6 +237,8 @@ class NodeAgent:
     def profile(self, request: ProfileRequest) -> Profile:
         """The answer to a request: iterations, oldest first, and network traffic around the onset."""
         self._holding.take_times(_TIMES_S)
+        for message in (message for ring in self._rings for message in self._new_groups(ring)):
+            self._send(message)
         first, last, onset = request.first_step, request.last_step, request.onset_step
         wanted = frozenset(request.blocks_of)
         found = [one for ring in self._rings for one in ring.track.iterations(first, last, onset)]
@@ -245,20 +247,16 @@ class NodeAgent:
         asked = [ring.track for ring in self._rings if ring.rank in wanted]
         blocks = [block for track in asked for block in track.blocks(first, last)]
         onset_s = min((one.start_s for one in found if one.step == onset), default=None)
-        network = self.network
-        traffic, ports = (
-            (network.traffic(onset_s), network.ports(onset_s)) if onset_s is not None else ((), ())
-        )
         return Profile(
             request.request,
             self._node_rank,
             () if request.packed else tuple(found),
             () if request.packed else clock,
             self._causes(),
-            traffic,
+            self.network.traffic(onset_s) if onset_s is not None else (),
             tuple(blocks),
             pack(found) if request.packed else None,
-            ports,
+            self.network.ports(onset_s) if onset_s is not None else (),
         )
 
     async def states(self, request: StateRequest) -> States:
@@ -402,7 +400,7 @@ class NodeAgent:
         ring.track.cutter.together = self._together
         ring.process = identify(header.pid)
         self._told = {key: rank for key, rank in self._told.items() if rank != ring.rank}
-        ring.groups = 0
+        ring.forget_groups()
         ring.ended, ring.complaint = False, ""
         logger.info("rank %d: process %d, incarnation %d", ring.rank, header.pid, header.incarnation)
         if header.rank != ring.rank:
@@ -424,10 +422,9 @@ class NodeAgent:
         """A message with groups of the rank that no other rank of this node has reported, if there are any."""
         fresh = tuple(
             group
-            for group in groups_there(ring.track.groups[ring.groups :])
+            for group in groups_there(ring.unsent_groups())
             if self._told.setdefault(key_of(group), ring.rank) == ring.rank
         )
-        ring.groups = len(ring.track.groups)
         return [Groups(ring.rank, fresh)] if fresh else []
 
     def _beat(self, ring: WatchedRing, now_ns: int) -> RankBeat:

@@ -154,7 +154,10 @@ class Cluster:
             self.groups[group.name] = group
 
     def _join(self, group: GroupInfo, rank: int) -> None:
-        if group.name in self.communicators:
+        known = self.communicators.get(group.name)
+        if known is not None:
+            if group.serves and not known.serves:
+                self.communicators[group.name] = replace(known, serves=group.serves)
             return
         members, told = group.members, _PLACE.match(group.desc)
         if not members and told is not None:

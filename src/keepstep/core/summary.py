@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from keepstep.core.events import HOST_BACKENDS
+from keepstep.core.group_names import shown_name
 from keepstep.core.launched import Launched
 
 COMMUNICATORS = "nccl-"
@@ -25,6 +26,14 @@ class GroupInfo:
     members: tuple[int, ...]  # global ranks, in group order
     backend: str = ""  # "gloo", or by device "cpu:gloo,cuda:nccl"; empty where it is not known
     desc: str = ""
+    serves: str = (
+        ""  # of a communicator, the name of the process group whose calls it carries out, once that is known
+    )
+
+    @property
+    def shown(self) -> str:
+        """The name that users are shown: a communicator's is that of the process group that it serves."""
+        return shown_name(self.serves or self.name)
 
     @property
     def is_communicator(self) -> bool:

@@ -47,7 +47,7 @@ def arrival_evidence(evidence: Evidence, rank: int) -> tuple[bool, list[str]]:
     if not compared:
         return True, []
     mine, theirs, key = max(compared, key=lambda row: abs(row[1] - row[0]))
-    name = f"{key[0]} {Op(key[1]).name}"
+    name = f"{groups[key[0]].shown} {Op(key[1]).name}"
     text = [f"{name}: rank {rank} is in it {mine * 1e3:.1f} ms, its peers {theirs * 1e3:.1f} ms"]
     offsets = evidence.offsets_among({nodes.get(peer, "") for peer in starts[key]})
     late = _lateness(starts[key], rank, nodes, offsets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from statistics import median
 
 from keepstep.core.events import MESSAGES, Op, ends_of
@@ -24,11 +24,12 @@ class Path:
     op: int
     source: int = -1
     target: int = -1
+    shown: str = field(default="", compare=False)  # the group's name for users, where it is not ``group``
 
     def __str__(self) -> str:
         if self.source >= 0:
             return f"rank {self.source} to rank {self.target}"
-        return f"{shown_name(self.group)} {Op(self.op).name}"
+        return f"{self.shown or shown_name(self.group)} {Op(self.op).name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def collective_transfers(
         info = groups.get(path.group)
         if info is not None and 2 <= len(info.members) <= len(streams):
             rows.setdefault(path, []).append(streams)
-    return {path: _collective(steps) for path, steps in rows.items()}
+    return {replace(path, shown=groups[path.group].shown): _collective(steps) for path, steps in rows.items()}
 
 
 def message_transfers(evidence: Evidence) -> list[Transfer]:

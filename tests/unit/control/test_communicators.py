@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from keepstep.control.cluster import Cluster
 from keepstep.core.events import Op
 from keepstep.core.iteration_table import table_of
@@ -21,6 +23,15 @@ def test_the_members_follow_from_what_all_members_tell() -> None:
     assert cluster.communicators["nccl-2"].members == (3, 7)
     assert cluster.communicators["nccl-1"].members == (0, 1, 2, 3)
     assert not cluster.groups
+
+
+def test_what_a_communicator_serves_may_be_known_later() -> None:
+    cluster = Cluster()
+    told = GroupInfo("nccl-1", (0, 1), "nccl", "rank 0 of 2")
+    for serves in ("", "1000003", "5"):
+        cluster.learn_groups([replace(told, serves=serves)], 0)
+    assert cluster.communicators["nccl-1"].serves == "1000003"
+    assert cluster.communicators["nccl-1"].shown == "3"
 
 
 def test_what_makes_no_sense_is_left_out() -> None:

@@ -129,6 +129,13 @@ def test_the_network_is_told_by_the_shortest_kernels() -> None:
     assert "transfers on nccl-1" in found.summary
 
 
+def test_a_communicator_is_shown_as_the_group_that_it_serves() -> None:
+    before, after = ([row for row in job(transfer=6.0) if (row.step >= 10) == late] for late in (False, True))
+    groups = {name: replace(group, serves="7") for name, group in GROUPS.items()}
+    found = locate_slow(Evidence(groups, NODES, None, before=before, after=after, onset_step=10))
+    assert found.summary == "transfers on 7 ALLREDUCE are slow"
+
+
 def test_the_network_is_named_where_it_is_not_known_which_path() -> None:
     rows, nodes = job(transfer=6.0), {rank: f"node-{rank}" for rank in NODES}
     before, after = [row for row in rows if row.step < 10], [row for row in rows if row.step >= 10]

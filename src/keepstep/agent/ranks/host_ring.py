@@ -16,6 +16,7 @@ import numpy as np
 
 from keepstep.agent.ranks.event_buffer import chosen
 from keepstep.agent.ranks.last_calls import LastCalls, last_calls
+from keepstep.agent.ranks.served_groups import served_groups
 from keepstep.core.errors import KeepstepError, RingError
 from keepstep.core.events import SET_UP, Flag, Kind, Life
 from keepstep.core.own_folders import make_folder
@@ -79,6 +80,10 @@ class HostRing(RingReader):
             if group in shims:
                 made[shims[group]] += started
         return max(made)
+
+    def served_groups(self) -> Mapping[int, str]:
+        """The name of the process group that each communicator serves, by its number, as far as calls show it."""
+        return served_groups(super().snapshot(), self.groups())
 
     def _shims_among(self, used: Sequence[int]) -> Mapping[int, bool]:
         """Whether each of these groups is a communicator of the shim's, by number; groups are listed for new ones."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
@@ -34,11 +34,31 @@ class WatchedRing:
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
+    served: Mapping[int, str] = field(
+        default_factory=dict[int, str]
+    )  # process groups, by communicator's number
 
     @property
     def counts(self) -> int:
         """Changes with every call that begins, whoever records it, and with every end that the probe records."""
         return self.track.progress + (self.header.written if self.header is not None else 0)
+
+    def forget_groups(self) -> None:
+        """Another process writes its ring."""
+        self.groups, self.served = 0, {}
+
+    def unsent_groups(self) -> list[GroupInfo]:
+        """Its groups that have not been sent, or of which more is known now: the process groups they serve."""
+        groups = self.track.groups
+        open_places = [at for at, one in enumerate(groups) if one.is_communicator and at not in self.served]
+        sent, self.groups = range(self.groups), len(groups)
+        if open_places and self.reader is not None:
+            self.served = {**self.reader.served_groups(), **self.served}
+        fresh = [
+            at for at in range(len(groups)) if at not in sent or (at in open_places and at in self.served)
+        ]
+        served = self.served
+        return [replace(groups[at], serves=served[at]) if at in served else groups[at] for at in fresh]
 
     def process_state(self) -> str:
         """The letter of ``/proc`` for the state of its process; "" while that is not known."""

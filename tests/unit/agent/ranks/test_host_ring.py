@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.agent.ranks.host_ring import HostRing, process_groups
+from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.ranks.watched_ring import WatchedRing
 from keepstep.core.events import Flag, Kind, Op, element_bits
 from keepstep.ring import RingReader, RingWriter, create
 
@@ -79,3 +81,38 @@ def test_the_last_calls_are_the_probes_and_are_read_anew_only_after_progress(rin
     probe.start(COLLECTIVE, ALLREDUCE, group, -1, 16, 0, 0)()
     assert reader.last_calls(2) is calls
     assert [one.bytes for one in reader.last_calls(4).ended[group]] == [8, 16]
+
+
+def test_a_communicator_serves_the_group_whose_call_was_open_around_its_own(ring: int) -> None:
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    groups = [probe.group(name, [0, 1], "cuda:nccl", name) for name in ("tp", "dp")]
+    communicators = [shim.group(f"nccl-{number}", [0, 1], "nccl", "rank 0 of 2") for number in range(4)]
+
+    def call(communicator: int, *around: int) -> None:
+        open_calls = [probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0) for group in around]
+        shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)()
+        for done in reversed(open_calls):
+            done()
+
+    call(communicators[0], groups[0])
+    call(communicators[0])  # from C++: it has no call around it
+    call(communicators[1], *groups)  # within a call of the other group
+    call(communicators[2])
+    for group in groups:  # calls disagree
+        call(communicators[3], group)
+    assert HostRing(ring).served_groups() == {communicators[0]: "tp", communicators[1]: "dp"}
+
+
+def test_groups_are_sent_again_once_it_is_known_what_they_serve(ring: int) -> None:
+    probe, shim = (RingWriter(ring, rank=0, world_size=2, join=True) for _ in range(2))
+    group = probe.group("0", [0, 1], "cuda:nccl", "default")
+    communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
+    watched = WatchedRing(0, "", RankTrack(0, "node", (0,)), HostRing(ring))
+    watched.track.know_groups(HostRing(ring).groups())
+    assert [(one.name, one.serves) for one in watched.unsent_groups()] == [("0", ""), ("nccl-1", "")]
+    assert watched.unsent_groups() == []
+    done = probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0)
+    shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)()
+    done()
+    assert [(one.name, one.serves) for one in watched.unsent_groups()] == [("nccl-1", "0")]
+    assert watched.unsent_groups() == []
