@@ -8,6 +8,7 @@ Where STAND_IN_NOTES names a folder, each rank writes there what it begins to do
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ What = Literal[
     "slow-pair",  # what goes from `rank` to `peer` takes `value` percent longer
     "cut",  # nothing goes from `rank` to `peer`
     "hang",  # its host never comes out of phase `where`
+    "hold",  # the same, in C code that holds the interpreter's lock: no other thread of Python runs there any more
     "never-ends",  # a kernel that it launches in phase `where` never ends
     "skip",  # it leaves out the step's own all-reduce
     "order",  # it calls a broadcast instead
@@ -129,6 +131,8 @@ class Script:
             self._note(fault)
             if fault.what == "hang":
                 time.sleep(FOR_GOOD_S)
+            elif fault.what == "hold":
+                ctypes.PyDLL(None).sleep(FOR_GOOD_S)
             elif fault.what == "never-ends":
                 self.device.hang_next()
             elif fault.what == "illegal-address":

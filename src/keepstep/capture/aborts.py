@@ -1,17 +1,20 @@
-"""Notes that a group of NCCL's was aborted, after which torch's flight recorder is not read.
+"""Notes that a group of NCCL's was aborted, or that Python ends: then torch's flight recorder is not read any more.
 
 The recorder keeps pointers to the CUDA events of calls that are not known to have ended, and looks at these events
 whenever it is read. The backend that an abort leaves behind takes its events with it, open calls or not. Whoever goes
-on in the same process with a new group (torchft does) would be ended by our reading. Whether calls were open cannot be
-told from torch's counts, as one count is of collectives and messages alike.
+on in the same process with a new group (torchft does) would be ended by our reading. So an abort first waits for an
+answer that is on its way, and so does the end of Python, which takes all groups. Whether calls were open cannot be told
+from torch's counts, as one count is of collectives and messages alike.
 """
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from keepstep.capture._answers import stop as stop_answers  # pyright: ignore[reportMissingModuleSource]
 from keepstep.capture.internals import NATIVE_C10D, backends_of, hidden
 from keepstep.capture.patches import Patches
 
@@ -25,7 +28,11 @@ class Aborts:
         self.happened = False
 
     def install(self, patches: Patches) -> None:
-        """Take note of aborts of process groups and of their backends."""
+        """Take note of aborts of process groups and of their backends, and of the end of Python.
+
+        Handlers that the script registers for that end run before ours: one that hangs can be asked about.
+        """
+        atexit.register(stop_answers)
         patches.replace(
             ProcessGroup, "abort", lambda original: hidden(self._noting(original), original, ProcessGroup)
         )
@@ -45,3 +52,5 @@ class Aborts:
             self.happened = self.happened or _BACKEND in names
         except Exception:  # whatever it is: the abort must go on
             self.happened = True
+        if self.happened:
+            stop_answers()

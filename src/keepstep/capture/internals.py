@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -129,6 +130,29 @@ def timeout_of(group: Any) -> float:
         backends = [group._get_backend(device) for device in group._device_types]
         return min(float(one.options._timeout.total_seconds()) for one in backends)
     return 0.0
+
+
+TORCH_LIBRARY = "libtorch_python.so"
+"""What it depends on has all functions of torch."""
+
+NATIVE_DUMPS = (
+    "_ZN4c10d20dump_nccl_trace_jsonB5cxx11Ebb",
+    "_ZN4c10d18dump_fr_trace_jsonB5cxx11Ebb",
+)
+"""``std::string c10d::dump_..._json(bool includeCollectives, bool onlyActive)``, as C++ names them."""
+
+
+def native_dumps() -> tuple[int, ...]:
+    """The addresses of torch's functions that `recorded_calls` calls, in its order; none where they are not told.
+
+    The recorder that they read is never destroyed, and they need nothing of Python.
+    """
+    try:
+        library = ctypes.CDLL(TORCH_LIBRARY, os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:  # A torch of another make has no library of this name.
+        return ()
+    functions = [getattr(library, name) for name in NATIVE_DUMPS if hasattr(library, name)]
+    return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in functions)
 
 
 _SELF_RECORDED = ("ProcessGroupNCCL", "ProcessGroupGloo")

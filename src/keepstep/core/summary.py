@@ -216,9 +216,7 @@ class DeviceCalls:
 
     in_flight: tuple[OpInFlight, ...] = ()
     streams: tuple[StreamProgress, ...] = ()
-    answered: bool = (
-        True  # False: asked, its process said nothing in time, as while something holds its interpreter
-    )
+    answered: bool = True  # False: asked, its process said nothing in time, as while something holds it up
     is_whole: bool = (
         True  # False: there are messages that the recorder does not keep, or it does not tell ends
     )

@@ -246,7 +246,7 @@ def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
     culprits: list[Culprit] = []
     for rank in held:
         culprit = known.culprit(rank, p, "medium" if len(held) == 1 else "low")
-        told = "its process does not answer: something holds its interpreter"
+        told = "its process does not answer: something holds it up"
         culprits.append(replace(culprit, detail="; ".join(filter(None, (told, culprit.detail)))))
     return known.diagnosis(tuple(culprits), set(held), p, known.progress_lines(held))
 

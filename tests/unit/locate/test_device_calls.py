@@ -200,7 +200,7 @@ def test_a_process_that_does_not_answer_while_all_others_wait_for_it_is_held_up(
     states[2] = replace(states[2], device=DeviceCalls(answered=False))
     (culprit,) = judged(*states).culprits
     assert (culprit.rank, culprit.confidence) == (2, "medium")
-    assert "holds its interpreter" in culprit.detail
+    assert "holds it up" in culprit.detail
 
 
 def test_beside_a_process_that_is_mute_the_one_that_has_finished_all_still_hangs():

@@ -7,21 +7,22 @@ pauses are packed int64, sorted and disjoint. A table that is no whole number of
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import final
+from typing import Any, final
 
-from typing_extensions import Buffer
+from numpy.typing import NDArray
 
+Packed = NDArray[Any] | bytes | bytearray | memoryview
 Told = tuple[int, int, int, int, int, int, int, int, int]
 StreamSums = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
-def of_kind(rows: Buffer, kind: int) -> list[Told]:
+def of_kind(rows: Packed, kind: int) -> list[Told]:
     """Operation, seq, ticket, start, end, thread, peer, start of the wait, and bytes of each record of this kind."""
 
-def extremes(rows: Buffer) -> tuple[int, int, int]:
+def extremes(rows: Packed) -> tuple[int, int, int]:
     """The largest group, the latest end of those that did not fail, and how many have failed."""
 
 def symbols(
-    rows: Buffer, first_ticket: int = 0, end_ticket: int = ..., since_ns: int = ...
+    rows: Packed, first_ticket: int = 0, end_ticket: int = ..., since_ns: int = ...
 ) -> tuple[bytes, bytes, bool]:
     """The sequence that repeats in each iteration: communication and backward passes.
 
@@ -29,20 +30,20 @@ def symbols(
     is a backward pass among them. Only tickets before ``end_ticket``, and starts from ``since_ns`` on.
     """
 
-def waits(operations: Buffer, open_ns: int) -> tuple[bytearray, bytearray]:
+def waits(operations: Packed, open_ns: int) -> tuple[bytearray, bytearray]:
     """From when to when the rank waits in each operation (int64). ``open_ns`` replaces ends that are not known."""
 
 def own_times(
-    rows: Buffer, start_ns: int, end_ns: int, pause_starts: Buffer, pause_ends: Buffer
+    rows: Packed, start_ns: int, end_ns: int, pause_starts: Packed, pause_ends: Packed
 ) -> tuple[int, int, int, int, int]:
     """How long the rank waited or paused, and else was in garbage collection, optimizer, data and backward phases."""
 
 def streams(
-    rows: Buffer,
+    rows: Packed,
     start_ns: int,
     end_ns: int,
-    pause_starts: Buffer,
-    pause_ends: Buffer,
+    pause_starts: Packed,
+    pause_ends: Packed,
     groups: Container[int] | None = None,
     blocked_throughout: bool = False,
 ) -> list[StreamSums]:
@@ -59,7 +60,7 @@ class Pending:
 
     def __init__(self) -> None: ...
     def __len__(self) -> int: ...
-    def add(self, started: Buffer, finished: Buffer) -> bool:
+    def add(self, started: Packed, finished: Packed) -> bool:
         """Take a batch; False: the oldest half of all was dropped, because nothing was cut for too long."""
 
     def rows(self) -> bytearray: ...

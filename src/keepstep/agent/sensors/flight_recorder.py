@@ -1,9 +1,9 @@
 """Asks ranks' processes what torch's flight recorder holds: which calls their devices have not finished.
 
-A process is asked in a thread of its own, since it may be held up. It is only asked while its rank stands still, as its
-interpreter is busy with the answer: for some milliseconds, or for a second where torch was told to keep very many calls
-(``TORCH_FR_BUFFER_SIZE``). So the times that answers take are added up, and kept to a thousandth of all time, or to a
-fiftieth of the time for which the rank has called nothing.
+A process is asked in a thread of its own, since it may be held up. It is only asked while its rank stands still, as
+torch's recorder is busy with the answer: for some milliseconds, or for a second where torch was told to keep very many
+calls (``TORCH_FR_BUFFER_SIZE``). So the times that answers take are added up, and kept to a thousandth of all time, or
+to a fiftieth of the time for which the rank has called nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from keepstep.core.device_questions import TELL_CALLS, TIME_CALLS, address_of
+from keepstep.core.device_questions import CALLS, MOST_BYTES, TIMES, address_of
 from keepstep.core.errors import KeepstepError, TraceError
 from keepstep.core.local_socket import connect
 from keepstep.traces.dump_sets import Dump
@@ -43,18 +43,16 @@ _STILL_SHARE = (
 )
 _SAVED_S = 0.05  # most time for answers that is saved up
 _CALLS = re.compile(rb"calls(?: (\d{1,9}))?")  # what comes with a dump: the microseconds that it took
-_MOST_BYTES = 32 << 20  # largest dump; torch keeps 2000 calls of half a kilobyte each by default
 
 
 def ask(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
     """Ask a rank's process. Takes little more than a second at most.
 
     Returns:
-        The answer, and the seconds that it has cost: of the process's interpreter, and of this thread.
+        The answer, and the seconds that it has cost: of a thread of the process, and of this one.
     """
     try:
-        with connect(address_of(str(run_dir), process), "rank", _PATIENCE_S, process) as connection:
-            connection.send(TELL_CALLS)
+        with connect(address_of(CALLS, str(run_dir), process), "rank", _PATIENCE_S, process) as connection:
             message, descriptors, _, _ = socket.recv_fds(connection, 32, 1)
     except TimeoutError:
         return "mute", 0.0
@@ -65,8 +63,8 @@ def ask(run_dir: Path, process: int, rank: int) -> tuple[Answer, float]:
     begun_s = time.thread_time()
     answer: Answer = None
     with os.fdopen(descriptors[0], "rb") as file, suppress(OSError, TraceError):
-        data = os.pread(file.fileno(), _MOST_BYTES + 1, 0)
-        answer = parse_newest(data, rank) if len(data) <= _MOST_BYTES else None
+        data = os.pread(file.fileno(), MOST_BYTES + 1, 0)
+        answer = parse_newest(data, rank) if len(data) <= MOST_BYTES else None
     told = _CALLS.fullmatch(message)
     theirs_s = int(told[1]) * 1e-6 if told is not None and told[1] else 0.0
     return answer, theirs_s + time.thread_time() - begun_s
@@ -76,9 +74,8 @@ def time_calls(run_dir: Path, process: int) -> None:
     """Have a rank's recorder note from now on when its device begins a call, for as long as the process lives."""
     with (
         suppress(OSError, KeepstepError),
-        connect(address_of(str(run_dir), process), "rank", _PATIENCE_S, process) as connection,
+        connect(address_of(TIMES, str(run_dir), process), "rank", _PATIENCE_S, process) as connection,
     ):
-        connection.send(TIME_CALLS)
         connection.recv(1)  # returns when that is done
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor, ask
-from keepstep.core.device_questions import address_of
+from keepstep.core.device_questions import CALLS, address_of
 from keepstep.core.events import Op
 from keepstep.core.local_socket import listen
 from keepstep.traces.dump_sets import Dump
@@ -50,7 +51,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subpr
         process.kill()
 
 
-def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
+def test_a_process_tells_its_calls_while_its_interpreter_is_held_and_is_mute_while_it_is_stopped(
     rank: tuple[Path, subprocess.Popen[str]],
 ) -> None:
     run_dir, process = rank
@@ -66,12 +67,16 @@ def test_a_process_tells_its_calls_and_is_mute_while_its_interpreter_is_held(
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "held\n"
+    answers = (ask(run_dir, process.pid, 0) for _ in range(20))
+    assert next(one for one, _ in answers if one != "mute") == found
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
     assert ask(run_dir, process.pid, 0) == ("mute", 0)
 
 
 def test_another_process_at_the_address_is_not_asked(tmp_path: Path) -> None:
     """Containers that share a network share the addresses, too, and may have the same numbers of processes."""
-    with listen(address_of(str(tmp_path), 1)):
+    with listen(address_of(CALLS, str(tmp_path), 1)):
         assert ask(tmp_path, 1, 0) == (None, 0)
 
 
