@@ -65,10 +65,8 @@ class DeviceTimes:
         if not len(rows):
             return
         told = of_kind(rows, _DEVICE)
-        operations = (
-            chosen(rows, (rows["kind"] < _PHASE) & (rows["group"] >= 0)) if len(told) < len(rows) else ()
-        )
-        if len(operations):
+        if len(told) < len(rows):
+            operations = chosen(rows, (rows["kind"] < _PHASE) & (rows["group"] >= 0))
             self._operations.append(operations)
             self._kept += len(operations)
             while self._kept > _MOST_KEPT and len(self._operations) > 1:
