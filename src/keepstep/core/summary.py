@@ -323,6 +323,9 @@ class PathProbe:
 CPU_CAUSES = frozenset({"cpu quota", "run queue"})
 """Causes that make a host slow: its GPU, as long as the host is ahead of it, is not slow for them."""
 
+LASTING_CAUSES = frozenset({"cpu quota", "GPU clock"})
+"""Causes that agents see from outside, and that do not come and go."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostCause:

@@ -14,7 +14,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Link
 from keepstep.core.iteration_table import table_of
 from keepstep.core.node_clocks import ClockOffsets
-from keepstep.core.summary import BlockSummary, GroupInfo, IterationSummary, StreamSummary
+from keepstep.core.summary import SMALL_BYTES, BlockSummary, GroupInfo, IterationSummary, StreamSummary
 from keepstep.core.traced_operations import Operation, OperationKind
 from keepstep.locate._components import lowest_connected
 from keepstep.locate.infer import InferredLayout
@@ -26,7 +26,6 @@ _TRUE_WITHIN = 0.2  # part of the step's time; a replay that is further off prov
 _NOTHING = 0.01  # part of a healthy step that a culprit must cost not to be absorbed
 _LITTLE = 0.1  # part of what all culprits cost together that a culprit must cost not to be absorbed
 _MANY = 1 << 20  # more than a rank receives in a step
-_SMALL_BYTES = 1024  # bytes of an operation; the transfer time of smaller collectives is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class StepCosts:
         """Whether the iteration has a collective across the link that is not one operation of the graph."""
         for stream in row.streams:
             info = self._job.groups.get(stream.group)
-            if stream.op in MESSAGES or info is None or stream.bytes <= _SMALL_BYTES * stream.count:
+            if stream.op in MESSAGES or info is None or stream.bytes <= SMALL_BYTES * stream.count:
                 continue
             among = any(crosses(one, other) for one in info.members for other in info.members if one < other)
             if among and not _is_sync(stream, self._job.layout):
@@ -256,7 +255,7 @@ def _operations(
 def _is_sync(stream: StreamSummary, layout: InferredLayout) -> bool:
     """Whether the stream is the one reduction of a rank's gradients."""
     is_dp = layout.roles.get(stream.group, ("unknown",))[0] == "dp"
-    return is_dp and stream.op not in MESSAGES and stream.count == 1 and stream.bytes > _SMALL_BYTES
+    return is_dp and stream.op not in MESSAGES and stream.count == 1 and stream.bytes > SMALL_BYTES
 
 
 def _is_downstream(stage: int, other: int, last: int) -> bool:

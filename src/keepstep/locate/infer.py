@@ -14,13 +14,12 @@ from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.iteration_table import IterationTable, distinct, table_of
 from keepstep.core.layout import DIMENSIONS, ParallelLayout
-from keepstep.core.summary import GroupInfo, IterationSummary
+from keepstep.core.summary import SMALL_BYTES, GroupInfo, IterationSummary
 from keepstep.locate._stages import Chains, chains
 
 Role = Literal["tp", "dp", "pp", "cp", "ep", "embedding", "world", "control", "unknown"]
 Roles = tuple[Role, ...]
 
-_SMALL_BYTES = 1024  # a smaller operation is for losses, norms, flags or barriers
 # What a group's description suggests.
 _HINTS: tuple[tuple[str, Role], ...] = (
     ("tensor", "tp"), ("mesh_tp", "tp"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("fsdp", "dp"),
@@ -140,7 +139,7 @@ def _loads(families: Mapping[str, _Family], table: IterationTable) -> dict[_Fami
 
 def _judge(operations: Mapping[int, _Load]) -> Role:
     """The role that the collectives of a family of groups suggest."""
-    large = {op: load for op, load in operations.items() if load.each_bytes >= _SMALL_BYTES}
+    large = {op: load for op, load in operations.items() if load.each_bytes >= SMALL_BYTES}
     if not large:
         return "control"
     if Op.ALLTOALL in large:

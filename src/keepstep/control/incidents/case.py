@@ -19,15 +19,13 @@ from keepstep.core.events import SET_UP
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEFT_LOOP, Action, Culprit, Diagnosis, Event, Incident, IncidentKind
 from keepstep.core.port_counters import PortTraffic
-from keepstep.core.summary import GroupInfo, PeerTraffic
+from keepstep.core.summary import LASTING_CAUSES, GroupInfo, PeerTraffic
 from keepstep.report.wording import named
 
 Status = Literal["relieved", "transient", "ended"]
 
 # Fields of an incident that are taken from a diagnosis.
 _CONCLUDED = ("kind", "culprits", "victims", "evidence", "missing", "summary")
-# Causes that agents see from outside, and that do not come and go.
-LASTING = frozenset({"cpu quota", "GPU clock"})
 _MOST_EVENTS = 32
 _FIRST_ACTIONS, _LAST_ACTIONS = 4, 12  # an incident keeps its first and its last actions
 
@@ -172,7 +170,7 @@ def how_to_say(old: Incident | None, diagnosis: Diagnosis) -> Literal["verdict",
     """What to print: the first verdict, and a later one only if it blames somebody else, or knows more of them."""
     if old is None:
         return "verdict"
-    why = {(one.rank, one.cause) for one in diagnosis.culprits if one.cause in LASTING}
+    why = {(one.rank, one.cause) for one in diagnosis.culprits if one.cause in LASTING_CAUSES}
     is_known = why <= {(one.rank, one.cause) for one in old.culprits}
     return "" if is_known and same_culprits(old, diagnosis) else "sharper"
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from statistics import median
 
 from keepstep.control.cluster import Cluster
-from keepstep.control.incidents.case import LASTING
 from keepstep.core.incident import Culprit, Incident, Link
-from keepstep.core.summary import BlockSummary, IterationSummary
+from keepstep.core.summary import LASTING_CAUSES, BlockSummary, IterationSummary
 from keepstep.core.validation import Validation
 from keepstep.report.validation import of_device, of_link
 from keepstep.validate.judge import cause_of
@@ -79,7 +78,7 @@ class LateCauses:
         blamed = {one.rank for one in incident.culprits} if incident is not None else set[int | None]()
         causes = self._cluster.causes(now_s) if blamed else ()
         return frozenset(
-            (one.rank, one.cause) for one in causes if one.rank in blamed and one.cause in LASTING
+            (one.rank, one.cause) for one in causes if one.rank in blamed and one.cause in LASTING_CAUSES
         )
 
 
