@@ -68,7 +68,7 @@ def without_hidden_waits(evidence: Evidence, stages: Mapping[int, int]) -> Itera
     if not len(table):
         return table
     stage = [stages.get(rank, -1) for rank in table.column("rank").tolist()]
-    peers = np.column_stack((table.column("step"), stage))
+    peers = _coded(table.column("step"), np.array(stage))
     shortest_s, blocked_s = _least(peers, own_s), np.array(table.column("blocked_s"), np.float64)
     hidden_s = np.maximum(_early_by(table, evidence) - (blocked_s - _least(peers, blocked_s)), 0.0)
     explains = (hidden_s >= _LEAST_HIDDEN * (own_s - shortest_s)) & (table.column("ahead_s") >= 0)
@@ -85,21 +85,28 @@ def _early_by(table: IterationTable, evidence: Evidence) -> NDArray[np.float64]:
     wanted = (streams["peer"] < 0) & (streams["count"] > 0)
     owners, streams = owners[wanted], streams[wanted]
     mean_s = streams["busy_s"].astype(np.float64) / streams["count"]
-    keys = np.column_stack((table.column("step")[owners], streams["group"], streams["op"]))
-    _, place, count = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
-    whole = count[place.ravel()] == sizes[streams["group"]]
+    keys = _coded(table.column("step")[owners], streams["group"], streams["op"])
+    whole = np.bincount(keys)[keys] == sizes[streams["group"]]
     early_s = np.where(whole, mean_s - _least(keys, mean_s), 0.0)
     found = np.zeros(len(table))
     np.maximum.at(found, owners, early_s)
     return found
 
 
-def _least(keys: NDArray[Any], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each value the least of those with the same key (a row of ``keys``)."""
-    _, place = np.unique(keys, axis=0, return_inverse=True)
-    least = np.full(int(place.max(initial=-1)) + 1, np.inf)
-    np.minimum.at(least, place.ravel(), values)
-    return least[place.ravel()]
+def _coded(*columns: NDArray[Any]) -> NDArray[np.int64]:
+    """One number from 0 for each row of these columns, the same for the same rows: one sort of numbers a column."""
+    coded = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        known, place = np.unique(column, return_inverse=True)
+        coded = np.unique(coded * len(known) + place, return_inverse=True)[1]
+    return coded
+
+
+def _least(keys: NDArray[np.int64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each value the least of those with the same key."""
+    least = np.full(int(keys.max(initial=-1)) + 1, np.inf)
+    np.minimum.at(least, keys, values)
+    return least[keys]
 
 
 def _busy(summaries: Sequence[IterationSummary]) -> Mapping[_Path, dict[int, float]]:

@@ -74,3 +74,8 @@ def test_lags_in_overlapped_buckets_are_made_good_by_one_wait_at_the_end() -> No
         for rank, own in enumerate(own_s)
     ]
     assert own_times(rows, {"nccl-all": ALL}) == own_s
+
+
+def test_ranks_of_which_no_collective_is_told_stay_as_they_are() -> None:
+    assert own_times([iteration(rank, 0.3 + rank, 0.1, []) for rank in ALL]) == [0.3, 1.3, 2.3, 3.3]
+    assert own_times([]) == []
