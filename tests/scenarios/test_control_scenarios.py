@@ -11,8 +11,9 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
                                               long; the own time of rank 3 is twice that of the others
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30 [own=0.5]      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1]   answer the last StateRequest; rank is not
-                                              in the collective, or none is; its device has done all it was given
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1] [over=0-2]   answer the last
+                                              StateRequest; rank is not in the collective, or none is; its device has
+                                              done all it was given; those that are over wind up, in no collective
     reachable node=0-2                        their agents say where they answer probes
     probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the pair,
                                               or from the node
@@ -37,6 +38,7 @@ from tests.unit.control import control_stand_ins as stand_ins
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Send, StorePlacement, WriteIncident
 from keepstep.control.settings import Settings
+from keepstep.core.events import Phase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
@@ -230,6 +232,7 @@ class Stage:
                 float(fields.get("limit", 0)),
                 exit_code=int(fields.get("code", 0)),
                 message=fields.get("message", "").replace("_", " "),
+                phase=int(Phase[fields["phase"]]) if "phase" in fields else -1,
             )
             who = "launcher" if kind in ("crash", "exit") else "agent"
             out += self.say(self.peer(f"{who}{node}"), Found(finding))
@@ -271,17 +274,24 @@ class Stage:
         dead: str = "0",
         none: str = "0",
         done: str = "0",
+        over: str = "",
     ) -> list[Effect]:
         asked, out = self.asked, []
+        at_end = set(expand_ranks(over)) if over else set[int]()
         assert isinstance(asked, StateRequest)
         for node in self.agents(nodes):
             idle_s = 0.0 if going == "1" else float(idle)
             states = tuple(
                 replace(
                     stand_ins.state(
-                        one, self.now_s, step=40, idle_s=idle_s, waits=none == "0" and one != int(rank)
+                        one,
+                        self.now_s,
+                        step=40,
+                        idle_s=idle_s,
+                        waits=none == "0" and one not in {int(rank), *at_end},
                     ),
                     alive=dead == "0",
+                    phase=int(Phase.TEARDOWN if one in at_end else Phase.BACKWARD),
                     device=DeviceCalls() if done == "1" and one == int(rank) else None,
                 )
                 for one in self.ranks_of(node)

@@ -20,6 +20,7 @@ from keepstep.capture.recorder import Recorder, harmless
 from keepstep.capture.reducer import ReducerWaits
 from keepstep.capture.set_up import SetUp
 from keepstep.capture.sites import finder
+from keepstep.capture.teardown import Teardown
 from keepstep.capture.twins import Twins
 from keepstep.worker import milestones as _milestones
 
@@ -40,7 +41,8 @@ class Probe:
         self._operations = Operations(self.recorder, self._groups, here, reducer)
         self._phases = Phases(self.recorder, self._patches, reducer.buckets)
         self._twins = Twins(self.recorder, self._operations)
-        self._set_up = SetUp(self.recorder, here)
+        self._teardown = Teardown(self.recorder)
+        self._set_up = SetUp(self.recorder, here, self._teardown.over)
 
     def install(self) -> None:
         """Hook torch. What this version of torch lacks is noted in the ring's sites table."""
@@ -48,6 +50,7 @@ class Probe:
         self._part("phases", self._phases.install)
         self._part("calls from C++", lambda: self._twins.install(self._lasting))
         self._part("set-up", lambda: self._set_up.install(self._patches))
+        self._part("teardown", lambda: self._teardown.install(self._patches))
         self._part("aborts", lambda: self._aborts.install(self._lasting))
         self._lasting.replace(distributed_c10d, "_new_process_group_helper", self._capturing)
         self.recorder.notes = [f"keepstep: not watched: {name}" for name in self.missing]
@@ -79,6 +82,7 @@ class Probe:
         self.recorder.renew()
         self._groups.forget()
         self._phases.renew()
+        self._teardown.forget()
 
     def remove(self) -> None:
         """Remove the probe from torch and close the ring (for tests)."""

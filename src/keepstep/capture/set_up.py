@@ -23,8 +23,9 @@ _LOCAL = "use_local_synchronization"  # with it only the members call `new_group
 class SetUp:
     """Each call that all ranks make together to set up a group is recorded as a barrier of the group ``SET_UP``."""
 
-    def __init__(self, recorder: Recorder, here: Here) -> None:
+    def __init__(self, recorder: Recorder, here: Here, begins: Callable[[], None] = lambda: None) -> None:
         self._recorder, self._here = recorder, here
+        self._begins = begins  # is called when a rank sets up its groups
         self._inside = False
 
     def install(self, patches: Patches) -> None:
@@ -47,6 +48,7 @@ class SetUp:
             operation = self._begin(here()) if not self._inside and is_of_all(args, kwargs) else None
             if operation is None:
                 return original(*args, **kwargs)
+            self._begins()
             self._inside = True
             try:
                 made = original(*args, **kwargs)

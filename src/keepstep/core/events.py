@@ -90,8 +90,10 @@ class Phase(IntEnum):
 
     FORWARD is what runs outside every recorded phase: a forward pass, an evaluation or a checkpoint that nothing
     marks, the script's own work. MODEL is the marked forward of a model that trains: nothing else hides there. In
-    a HOLD keepstep itself keeps the rank waiting. Nothing is recorded as AFTER_STEP or AFTER_BACKWARD: so agents call
-    a FORWARD of which only that is evident, since an optimizer step, a pause or a backward pass was the last to end.
+    a HOLD keepstep itself keeps the rank waiting. In a TEARDOWN it ends its process groups, or its script is over:
+    nobody waits for what it does then, so that it may take long. Nothing is recorded as AFTER_STEP or AFTER_BACKWARD:
+    so agents call a FORWARD of which only that is evident, since an optimizer step, a pause or a backward pass was the
+    last to end.
     """
 
     STARTUP = 0
@@ -107,12 +109,16 @@ class Phase(IntEnum):
     HOLD = 10
     AFTER_STEP = 11
     AFTER_BACKWARD = 12
+    TEARDOWN = 13
 
     @property
     def title(self) -> str:
         """The name that users know; they do not tell MODEL from FORWARD."""
         return _TITLES.get(self, self.name.lower())
 
+
+STEP_PHASES = frozenset({Phase.MODEL, Phase.BACKWARD, Phase.OPTIMIZER})
+"""Phases that only a rank in the middle of a step is in."""
 
 _TITLES = {
     Phase.MODEL: "forward",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from keepstep.core.events import Phase
 
+# Least limits of phases that end by themselves, however long they took before.
+_LEAST_S = {Phase.COMPILE: 600.0, Phase.TEARDOWN: 600.0, Phase.GC: 30.0}
 _MARKED_PAUSES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT, Phase.GC, Phase.COMPILE})
 _STARTUP_LIMIT_S, _PAUSE_LIMIT_S, _FLOOR_S = 600.0, 30.0, 1.0
 _STILL_LIMIT_S = 30.0  # for a process that does nothing at all in the start-up
@@ -36,7 +38,8 @@ class HangDetector:
       but 30 seconds for a process that does nothing at all and is not ``waiting``;
     - a phase with fewer than three gaps, and evaluations and checkpoints until there were three of them:
       30 seconds, since such pauses end by themselves;
-    - compilation, however often it was seen: ten minutes;
+    - compilation, however often it was seen, and the end of a script that winds up: ten minutes;
+    - garbage collections, however often they were seen: 30 seconds;
     - outside every marked phase (``Phase.FORWARD``, where an evaluation or a checkpoint that nobody marked
       hides) and while ``waiting`` for other ranks (who may be writing a checkpoint): 30 seconds, until
       three pauses of a quarter of that or more were seen, after which twice the longest is trusted.
@@ -87,7 +90,7 @@ class HangDetector:
         if self._steps < _STEPS_NEEDED:
             return _STARTUP_LIMIT_S
         gaps = self._gaps.get(phase, _NO_GAPS)
-        least = _STARTUP_LIMIT_S if phase == Phase.COMPILE else _FLOOR_S
+        least = _LEAST_S.get(phase, _FLOOR_S)
         if gaps.count < _GAPS_NEEDED:
             least = max(least, _PAUSE_LIMIT_S)
         return max(least, 2 * gaps.longest_s)
@@ -155,7 +158,12 @@ class HangDetector:
         is_long = waited_s > self._usual_s(phase)
         self.overdue_s = waited_s if waiting and is_long else 0.0
         limit_s = _FLOOR_S if stopped else self.limit_s(phase, waiting=waiting or unseen)
-        never_began = self._steps < _STEPS_NEEDED and not waiting and still_s > _STILL_LIMIT_S
+        never_began = (
+            self._steps < _STEPS_NEEDED
+            and not waiting
+            and still_s > _STILL_LIMIT_S
+            and phase != Phase.TEARDOWN
+        )
         self.unsure = unseen and (is_long or never_began)
         if never_began and not unseen:
             limit_s = min(limit_s, _STILL_LIMIT_S)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401
 # pyright: reportUnusedImport=false
+from keepstep.locate._held_by_host import without_hidden_waits
 from keepstep.locate._launched import (
     KINDS,
     UNTOLD,

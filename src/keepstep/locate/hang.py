@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.core.events import Op, phase_place, phase_title
+from keepstep.core.events import STEP_PHASES, Op, Phase, phase_place, phase_title
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEFT_LOOP, Confidence, Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
@@ -233,6 +233,18 @@ def _diagnose_still(known: HangEvidence) -> Diagnosis | None:
     return known.diagnosis(culprits, set(still), None, (told, *known.progress_lines(still)), missing)
 
 
+def _diagnose_last_step(known: HangEvidence) -> Diagnosis | None:
+    """The few ranks that are still in a step while all others have come to their ends; None where it is not so."""
+    living = [state for state in known.states.values() if state.alive]
+    inside = [state.rank for state in living if state.phase in STEP_PHASES]
+    over = [state.rank for state in living if state.phase == Phase.TEARDOWN]
+    if known.silent or not over or not 0 < len(inside) <= FEW or len(inside) + len(over) < len(living):
+        return None
+    told = f"{ranks_of(over)} {'has' if len(over) == 1 else 'have'} ended all steps, {ranks_of(inside)} not the last"
+    culprits = tuple(known.culprit(rank, None, "medium") for rank in inside)
+    return known.diagnosis(culprits, set(inside), None, (told, *known.progress_lines(inside)))
+
+
 def _diagnose_mute(known: HangEvidence, p: Pending) -> Diagnosis:
     """All others wait for ranks whose processes do not say what they have called on their devices."""
     mute = sorted({rank for one in known.pending for rank in one.unknown} & known.device.mute)
@@ -279,6 +291,8 @@ def _diagnose_no_root(known: HangEvidence, roots: Roots) -> Diagnosis:
         return diagnose_circle(known, sorted(roots.blocked))
     if (still := _diagnose_still(known)) is not None:
         return still
+    if (last := _diagnose_last_step(known)) is not None:
+        return last
     phases = sorted({phase_title(state.phase) for state in known.states.values()})
     told = f"no rank is in an operation; phases: {', '.join(phases) or 'none told'}"
     missing = ("what all ranks wait for: none of it goes through a process group",)

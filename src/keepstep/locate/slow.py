@@ -193,12 +193,16 @@ def _growth_since(before: Sequence[IterationSummary], after: Sequence[IterationS
 
 
 def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
-    """For each rank the lower median of self time among the ranks of its pipeline stage."""
+    """For each rank the lower median of self time among the ranks of its pipeline stage.
+
+    Who has no known stage in a pipeline has no known peers, and is its own measure.
+    """
     stage = np.array([layout.stages.get(int(rank), -1) for rank in now.ranks])
     base: Floats = np.zeros(len(stage))
     for index in np.unique(stage):
         here = stage == index
-        base[here] = np.quantile(now.self_s[here], 0.5, method="lower")
+        alone = index < 0 and len(layout.stages) > 0
+        base[here] = now.self_s[here] if alone else np.quantile(now.self_s[here], 0.5, method="lower")
     return base
 
 

@@ -350,3 +350,32 @@ def test_a_host_stands_still_for_as_long_as_its_device_does() -> None:
     found = look(102.0, 31.0)
     assert found is not None
     assert (found.stuck_s, found.since_s) == pytest.approx((31.0, rank.now_s + 71.0))
+
+
+def test_a_rank_that_winds_up_has_ten_minutes_however_short_that_was_before() -> None:
+    rank = trained()
+    for _ in range(4):
+        rank.spend(2.0, Phase.TEARDOWN)
+        rank.train(2)
+    rank.spend(650.0, Phase.TEARDOWN)
+    assert [(report.phase, report.limit_s) for report in rank.reports] == [(Phase.TEARDOWN, 600.0)]
+
+
+def test_a_job_of_one_step_that_winds_up_is_not_taken_for_one_that_never_began() -> None:
+    detector, reports = HangDetector(), []
+    for look in range(1200):
+        still_s = look * POLL_S
+        reports.append(detector.observe(1000.0 + still_s, 5, Phase.TEARDOWN, step=0, still_s=still_s))
+    assert not any(reports)
+
+
+def test_a_collection_on_a_starved_machine_is_no_hang() -> None:
+    rank = trained()
+    for _ in range(5):
+        rank.spend(0.3, Phase.GC)
+        rank.train(2)
+    rank.spend(20.0, Phase.GC)
+    rank.train(1)
+    assert rank.reports == []
+    rank.spend(50.0, Phase.GC)
+    assert [report.phase for report in rank.reports] == [Phase.GC]

@@ -311,3 +311,24 @@ def test_links_that_moved_a_moment_ago_blame_nobody():
         Evidence(job.infos, job.nodes, states=in_transfer(job, {5: [LinkState(6, "network", 7, 0.1)]}))
     )
     assert found.culprits == ()
+
+
+def ending(rank: int, phase: Phase) -> RankState:
+    return RankState(rank, True, 40, int(phase), 980.0, 100, 980.0, 1000.0, process_state="S")
+
+
+@pytest.mark.parametrize("phase", [Phase.OPTIMIZER, Phase.BACKWARD])
+def test_a_rank_that_hangs_in_its_last_step_while_the_others_wind_up(phase):
+    job = ddp(4)
+    states = [ending(rank, phase if rank == 2 else Phase.TEARDOWN) for rank in range(4)]
+    found = locate_hang(Evidence(job.infos, job.nodes, states=states))
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.stage, culprit.confidence) == (2, phase.title, "medium")
+    assert "ranks 0-1,3 have ended all steps, rank 2 not the last" in found.evidence
+
+
+@pytest.mark.parametrize("phase", [Phase.TEARDOWN, Phase.FORWARD, Phase.CHECKPOINT])
+def test_nobody_is_named_who_is_out_of_his_last_step(phase):
+    job = ddp(4)
+    states = [ending(rank, phase if rank == 2 else Phase.TEARDOWN) for rank in range(4)]
+    assert locate_hang(Evidence(job.infos, job.nodes, states=states)).culprits == ()

@@ -12,6 +12,9 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, StreamSummary
 from keepstep.locate import locate_slow, waits_recorded
+from keepstep.locate._profile import profile
+from keepstep.locate.infer import InferredLayout
+from keepstep.locate.slow import _peer_base
 
 RANKS = 4
 GROUPS = {
@@ -175,3 +178,11 @@ def test_a_gpu_for_which_nobody_waits_longer_slows_nobody_down() -> None:
     groups = {"0": GroupInfo("0", (0, 1), "cuda:nccl")}
     found = locate_slow(Evidence(groups, nodes, None, before=before, after=after, onset_step=10))
     assert not found.culprits
+
+
+def test_a_rank_whose_pipeline_stage_is_not_known_is_not_compared() -> None:
+    """Messages between ranks 0 and 3 are not told, so that only 1 and 2 have known stages."""
+    ranks, own_s = (0, 1, 2, 3), {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}
+    layout = InferredLayout({}, {1: 0, 2: 1}, 2)
+    now = profile([IterationSummary(rank, 5, 0.0, 0.3, own_s[rank], 0.1, ahead_s=0.1) for rank in ranks])
+    assert _peer_base(now, layout).tolist() == pytest.approx([0.1, 0.1, 0.1, 0.2])

@@ -34,10 +34,11 @@ _PHASE = int(Kind.PHASE)
 _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 )
-_GC = int(Phase.GC)
+_GC, _TEARDOWN = int(Phase.GC), int(Phase.TEARDOWN)
 _NOTHING_NEW = {_OPTIMIZER, _GC}
 _AFTER = dict.fromkeys((_OPTIMIZER, *PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
 _PASSES = (int(Phase.MODEL), _BACKWARD)
+_TRAINS = (*_PASSES, _OPTIMIZER)
 
 
 class IterationCutter:
@@ -61,6 +62,7 @@ class IterationCutter:
         self._buffer = EventBuffer()
         self._markers: list[Marker] = []
         self._open: dict[int, tuple[int, int]] = {}  # code and start of open phases, by ticket
+        self._teardown: tuple[int, int] | None = None  # ticket and start of an open teardown
         self._passes = dict.fromkeys(_PASSES, 0)  # forward and backward passes begun since the last cut
         self._usual_passes = 0  # forward or backward passes in the last iteration, whichever were more
         self._records = records  # slots of the ring; ends of older records are never reported
@@ -115,7 +117,12 @@ class IterationCutter:
         return self._learned.offset + (step - self.first_step + 1) * per_step if per_step else None
 
     def phase(self) -> tuple[int, int]:
-        """The innermost open phase and its start, 0 if unknown; FORWARD if none is open, STARTUP before the first."""
+        """The innermost open phase and its start, 0 if unknown; FORWARD if none is open, STARTUP before the first.
+
+        A rank that winds up is in its TEARDOWN, whatever else it is in, such as the interpreter's last collection.
+        """
+        if self._teardown is not None:
+            return _TEARDOWN, self._teardown[1]
         if self._edge_ns is None:
             return _STARTUP, 0
         if self._open:
@@ -139,6 +146,10 @@ class IterationCutter:
         ticket = -1
         for code, _, ticket, start_ns, *_ in of_kind(started, _PHASE):
             self._open[ticket] = code, start_ns
+            if code == _TEARDOWN:
+                self._teardown = ticket, start_ns
+            elif code in _TRAINS:
+                self._teardown = None  # a thread may train on when the script's main thread is over
             if code in self._passes:
                 self._passes[code] += 1
             elif code in PAUSES:
@@ -159,6 +170,8 @@ class IterationCutter:
             if code != _GC and end_ns > newest_ns:
                 newest_ns, self._last_ended = end_ns, code
             self._open.pop(ticket, None)
+            if self._teardown is not None and ticket == self._teardown[0]:
+                self._teardown = None
             if code == _OPTIMIZER:
                 self._seen_optimizer = True
                 if seq - _FIRST_SEQ > self._edge_number:

@@ -163,6 +163,8 @@ def slow_since(rows: Sequence[IterationSummary], rank: int, stages: Mapping[int,
     """
     from keepstep.core.iteration_table import between
 
+    if stages and rank not in stages:
+        return None  # its peers are not known
     stage_of = stages.get
     stage = stage_of(rank, -1)
     first = min((row.step for row in rows), default=0)

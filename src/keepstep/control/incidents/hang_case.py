@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, blamed, is_port, is_traffic, unlocated
-from keepstep.control.incidents.hang_evidence import tempered
+from keepstep.control.incidents.hang_evidence import tempered, work_for_themselves
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
 from keepstep.core.finding import Finding
@@ -240,9 +240,11 @@ class HangCase(Case):
             return (
                 diagnosis  # a slow transfer, or a pause: agents will report the ranks that are in it too long
             )
-        if old is None and self._desk.cluster.left and not any(state.in_flight for state in states):
+        stuck = [one for rank in self._stuck if (one := self.standing(rank)) is not None]
+        some_left = bool(self._desk.cluster.left)
+        if old is None and work_for_themselves(states, stuck, some_left=some_left):
             self.closed = self._tries >= _MOST_TRIES
-            return diagnosis  # those that left have done their part, and the others work for themselves
+            return diagnosis  # those that left, or are about to, have done their part
         if old is None and self._step < 0 and not diagnosis.culprits:
             self.closed = self._tries >= _MOST_TRIES
             return diagnosis  # in the start-up nobody waits for those that do nothing yet

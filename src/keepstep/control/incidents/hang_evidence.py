@@ -6,9 +6,10 @@ to one place, and neither its process nor its children have done anything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from keepstep.core.events import STEP_PHASES, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_ranks
@@ -28,6 +29,11 @@ _NOT_ENDED: dict[How, str] = {  # why a process is not ended, by what it does
     "traced": "a debugger holds rank {rank}",
     "unread": "of rank {rank} there is no proof: {why}",
 }
+_OWES = {
+    *STEP_PHASES,
+    Phase.TEARDOWN,
+}  # phases in which a rank that was found stuck does not merely work for itself
+_WINDS_UP = "rank {rank} winds up: its process groups are gone or its script is over, which ends by itself"
 _STANDS: dict[How, str] = {  # what a process does that is to be ended
     "still": "nothing of it has moved for {seconds:.0f} s",
     "spins": "it has computed for {seconds:.0f} s without an operation",
@@ -67,15 +73,34 @@ def seen_still_s(state: RankState) -> float:
     return max(seen.until_s - max(seen.since_s, state.last_progress_s), 0.0)
 
 
+def winds_up(state: RankState) -> bool:
+    """Whether a rank has come to its end: what it still does may take long, and nobody waits for it."""
+    return state.phase == Phase.TEARDOWN
+
+
+def work_for_themselves(
+    states: Collection[RankState], stuck: Collection[Finding], *, some_left: bool
+) -> bool:
+    """Whether a job comes to its end: some ranks have left or wind up, and nobody waits for anybody.
+
+    ``stuck``: the findings of ranks that stand still; not of one that is in the middle of a step, nor of one that has
+    wound up for so long that it was found for it. ``some_left``: ranks have ended with exit code 0.
+    """
+    if not some_left and not any(map(winds_up, states)):
+        return False
+    waits = (one.in_flight or (one.device is not None and one.device.in_flight) for one in states)
+    return not any(waits) and not any(one.phase in _OWES for one in stuck)
+
+
 def proof(state: RankState, limit_s: float, patience: Patience) -> str:
-    """Why a process will not go on by itself; "": that is not proven.
+    """Why a process will not go on by itself; "": that is not proven, as of one that winds up.
 
     ``limit_s``: the limit that its rank exceeded, by its own finding.
     """
     stillness = state.stillness
     if stillness is None or not state.alive or limit_s <= 0 or stillness.how not in _STANDS:
         return ""
-    if patience.left_s(state, limit_s) > 0:
+    if patience.left_s(state, limit_s) > 0 or winds_up(state):
         return ""
     seconds = seen_still_s(state)
     where = f" ({stillness.why})" if stillness.why and stillness.how != "stopped" else ""
@@ -162,6 +187,8 @@ def hang_outlook(
     for rank, state in known.items():
         if state.stillness is not None and state.stillness.how in _NOT_ENDED:
             return f"none: {_NOT_ENDED[state.stillness.how].format(rank=rank, why=state.stillness.why)}", None
+        if winds_up(state):
+            return f"none: {_WINDS_UP.format(rank=rank)}", None
     if len(known) < len(blamed) or not all(state.process and state.alive for state in known.values()):
         return f"none: it is not known where {name} {'is' if len(blamed) == 1 else 'are'}", None
     left_s = max(patience.left_s(state, blamed[rank]) for rank, state in known.items())

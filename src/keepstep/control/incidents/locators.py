@@ -8,7 +8,7 @@ from dataclasses import replace
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.node_clocks import Clocks
-from keepstep.core.summary import ClockSample, PathProbe
+from keepstep.core.summary import ClockSample, IterationSummary, PathProbe
 
 # Named as missing in a diagnosis where neither `Locators.waits_recorded` nor `Locators.waits_seen` holds.
 NO_WAITS = (
@@ -43,6 +43,10 @@ class Locators:
         """Pipeline stages by rank; empty where there is no pipeline, None where that cannot be told."""
         found = _locate().layout_of(self._with_layout(evidence))
         return found.stages if found.stage_count else None if found.groups_with("pp") else {}
+
+    def own_times(self, evidence: Evidence, stages: Mapping[int, int]) -> Sequence[IterationSummary]:
+        """The slow iterations without waits that own times hold. ``stages``: pipeline stages by rank."""
+        return _locate().without_hidden_waits(evidence, stages)
 
     def sharpen(self, evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
         """The diagnosis of ``slow``, refined by what the blocks in the evidence tell."""

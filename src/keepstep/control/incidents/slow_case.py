@@ -240,6 +240,7 @@ class SlowCase(Case):
         peers = self._desk.evidence(now_s, before=between(rows, 0, 0), after=late, onset_step=first)
         stages = known_stages(self._desk.locators, peers)
         self.stages = stages or {}
+        rows = self._desk.locators.own_times(replace(peers, after=rows), stages or {})
         since = slow_since(rows, next(iter(self._slow), -1), stages) if stages is not None else None
         if since is None:
             self.closed = self.incident is None

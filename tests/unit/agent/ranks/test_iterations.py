@@ -230,3 +230,32 @@ def test_the_micro_batch_of_the_open_pass_is_known(stages: int) -> None:
         assert number == np.count_nonzero(begun["start_ns"] <= since_ns) - 1
         seen.add(number)
     assert len(seen) > 1 if passes else not seen
+
+
+def test_a_rank_that_winds_up_is_in_its_teardown_whatever_else_it_is_in() -> None:
+    rank = g.Job(1).ranks[0]
+    cutter = IterationCutter()
+    empty = np.zeros(0, g.RECORD)
+    rank.phase(g.OPTIMIZER, 5)
+    cutter.feed(rank.table(), rank.table(), 0, rank.now + 60 * g.MS)
+    seen: list[int] = []
+    for phase in (Phase.TEARDOWN, g.GC, g.CHECKPOINT, g.BACKWARD):
+        rank.begin(int(phase))
+        cutter.feed(rank.table()[-1:], empty, 0, rank.now)
+        seen.append(cutter.evident_phase()[0])
+    # A thread may train on when the script's main thread is over.
+    assert seen == [Phase.TEARDOWN, Phase.TEARDOWN, Phase.TEARDOWN, Phase.BACKWARD]
+
+
+def test_a_rank_that_sets_up_its_groups_again_does_not_wind_up() -> None:
+    rank = g.Job(1).ranks[0]
+    cutter = IterationCutter()
+    empty = np.zeros(0, g.RECORD)
+    rank.phase(g.OPTIMIZER, 5)
+    cutter.feed(rank.table(), rank.table(), 0, rank.now + 60 * g.MS)
+    row = rank.begin(int(Phase.TEARDOWN))
+    cutter.feed(rank.table()[-1:], empty, 0, rank.now)
+    assert cutter.phase()[0] == Phase.TEARDOWN
+    rank.end(row)
+    cutter.feed(empty, rank.table()[-1:], 0, rank.now)
+    assert cutter.phase()[0] == Phase.FORWARD
