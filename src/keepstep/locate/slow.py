@@ -243,13 +243,18 @@ def _awaited(growth: _Growth, chosen: Ints) -> Ints:
 
 
 def _that_computed(evidence: Evidence, growth: _Growth, chosen: Ints) -> Ints:
-    """The chosen ranks without those that were in collectives for as much longer, waiting for others of them."""
+    """The chosen ranks without those that were in collectives for as much longer, waiting for others of them.
+
+    What blocked their streams explains such a wait only in part, as messages have blocked them, too. A rank that waits
+    for longer than it has grown holds nobody up, so that only the one that has grown most is named in spite of that.
+    """
     if growth.before is None or len(chosen) < 2 or not growth.on_gpu.all():
         return chosen
-    waits = waits_grown(evidence, growth.ranks[chosen].tolist())
-    seen_s = np.maximum(growth.after.blocked_s - growth.before.blocked_s, 0.0)[chosen]
-    unseen_s = np.array([waits[int(rank)] for rank in growth.ranks[chosen]]) - seen_s
-    return chosen[unseen_s < _MOST_UNSEEN * growth.gain_s[chosen]]
+    waits, gain_s = waits_grown(evidence, growth.ranks[chosen].tolist()), growth.gain_s[chosen]
+    waits_s = np.array([waits[int(rank)] for rank in growth.ranks[chosen]])
+    unseen_s = waits_s - np.maximum(growth.after.blocked_s - growth.before.blocked_s, 0.0)[chosen]
+    holds_up = (waits_s < gain_s) | (gain_s == gain_s.max())
+    return chosen[(unseen_s < _MOST_UNSEEN * gain_s) & holds_up]
 
 
 def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
