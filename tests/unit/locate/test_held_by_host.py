@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
-from keepstep.locate import without_hidden_waits
+from keepstep.locate import locate_slow, without_hidden_waits
 
 PAIRS = {"nccl-a": (0, 1), "nccl-b": (2, 3)}
 ALL = (0, 1, 2, 3)
@@ -79,3 +80,19 @@ def test_lags_in_overlapped_buckets_are_made_good_by_one_wait_at_the_end() -> No
 def test_ranks_of_which_no_collective_is_told_stay_as_they_are() -> None:
     assert own_times([iteration(rank, 0.3 + rank, 0.1, []) for rank in ALL]) == [0.3, 1.3, 2.3, 3.3]
     assert own_times([]) == []
+
+
+def test_who_waits_longer_than_it_has_grown_is_not_named_beside_the_slowest() -> None:
+    """Rank 1 takes 0.4 s more; 2 waits for messages and, in part hidden, in a reduce-scatter with 3."""
+    then = [iteration(rank, 0.4, 0.1, [("nccl-a" if rank < 2 else "nccl-b", 0.05, 1)]) for rank in ALL] * 5
+    now = [
+        iteration(0, 0.4, 0.5, [("nccl-a", 0.45, 1)]),
+        iteration(1, 0.8, 0.1, [("nccl-a", 0.05, 1)]),
+        iteration(2, 0.48, 0.42, [("nccl-b", 0.15, 1)]),
+        iteration(3, 0.4, 0.5, [("nccl-b", 0.05, 1)]),
+    ]
+    before = [replace(one, step=2 + at // len(ALL)) for at, one in enumerate(then)]
+    after = [replace(one, step=7 + at) for at in range(4) for one in now]
+    groups = {name: GroupInfo(name, members, "nccl") for name, members in PAIRS.items()}
+    found = locate_slow(Evidence(groups, {}, before=before, after=after, onset_step=7))
+    assert [one.rank for one in found.culprits] == [1]
