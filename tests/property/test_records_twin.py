@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.effort import many
-from tests.twins.agent import python_records
+from tests.twins.agent import python_records as twin_records
 
-from keepstep.agent.ranks import native
+from keepstep.agent.ranks import records
 from keepstep.agent.ranks.intervals import Union
 from keepstep.ring import RECORD
 
@@ -30,7 +30,7 @@ record = st.tuples(
     st.sampled_from([0, 1, 2, 4, 8, 9, 9, 13]),  # flags
     st.integers(1, 3),  # tickets since the one before
 )
-records = st.lists(record, max_size=30)
+tables = st.lists(record, max_size=30)
 pauses = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), max_size=3)
 
 
@@ -53,38 +53,38 @@ def packed(rows: Any) -> bytes:
 
 
 @settings(max_examples=many(300))
-@given(records, pauses, st.sets(st.integers(-1, 3)), st.booleans())
+@given(tables, pauses, st.sets(st.integers(-1, 3)), st.booleans())
 def test_an_iteration_is_summed_alike(
     rows: list[tuple[int, ...]], paused: list[tuple[int, int]], groups: set[int], throughout: bool
 ) -> None:
     given_rows = table(rows)
     union = Union(np.array([a for a, _ in paused], np.int64), np.array([a + b for a, b in paused], np.int64))
     span = 10, 90, union.starts, union.ends
-    assert native.own_times(given_rows, *span) == python_records.own_times(given_rows, *span)
+    assert records.own_times(given_rows, *span) == twin_records.own_times(given_rows, *span)
     for told in (None, groups):
-        ours = native.streams(given_rows, *span, told, throughout)
-        assert ours == python_records.streams(given_rows, *span, told, throughout)
+        ours = records.streams(given_rows, *span, told, throughout)
+        assert ours == twin_records.streams(given_rows, *span, told, throughout)
     operations = given_rows[given_rows["kind"] != 3]
-    theirs = python_records.waits(operations, 90)
-    assert [packed(one) for one in native.waits(operations, 90)] == [packed(one) for one in theirs]
+    theirs = twin_records.waits(operations, 90)
+    assert [packed(one) for one in records.waits(operations, 90)] == [packed(one) for one in theirs]
 
 
 @settings(max_examples=many(200))
-@given(records, st.integers(0, 40), st.integers(0, 40), st.integers(-5, 90))
+@given(tables, st.integers(0, 40), st.integers(0, 40), st.integers(-5, 90))
 def test_records_are_told_alike(rows: list[tuple[int, ...]], first: int, end: int, since: int) -> None:
     given_rows = table(rows)
     for kind in (1, 3, 5):
-        assert native.of_kind(given_rows, kind) == python_records.of_kind(given_rows, kind)
-    assert native.extremes(given_rows) == python_records.extremes(given_rows)
+        assert records.of_kind(given_rows, kind) == twin_records.of_kind(given_rows, kind)
+    assert records.extremes(given_rows) == twin_records.extremes(given_rows)
     for bounds in ((), (first, end), (first, end, since)):
-        assert native.symbols(given_rows, *bounds) == python_records.symbols(given_rows, *bounds)
+        assert records.symbols(given_rows, *bounds) == twin_records.symbols(given_rows, *bounds)
 
 
 @settings(max_examples=many(200))
-@given(st.lists(st.tuples(records, st.integers(0, 3), st.integers(0, 120)), max_size=4))
+@given(st.lists(st.tuples(tables, st.integers(0, 3), st.integers(0, 120)), max_size=4))
 def test_records_are_kept_alike(batches: list[tuple[list[tuple[int, ...]], int, int]]) -> None:
     """Batches overlap, as those of a slow thread do: a record may come late, twice, or only with its end."""
-    ours, twin = native.Pending(), python_records.Pending()
+    ours, twin = records.Pending(), twin_records.Pending()
     for rows, overlap, edge in batches:
         started = table(rows)
         started["ticket"] += max(len(twin) - overlap, 0)
@@ -102,7 +102,7 @@ def test_records_are_kept_alike(batches: list[tuple[list[tuple[int, ...]], int, 
 
 
 def test_too_many_are_dropped_alike() -> None:
-    ours, twin = native.Pending(), python_records.Pending()
+    ours, twin = records.Pending(), twin_records.Pending()
     none = np.zeros(0, RECORD)
     for batch in range(3):
         rows = np.zeros(50_000, RECORD)
@@ -114,7 +114,7 @@ def test_too_many_are_dropped_alike() -> None:
 @pytest.mark.parametrize("rows", [bytes(1), bytes(63), bytes(65), np.zeros(8), memoryview(bytes(128))[1:65]])
 def test_what_is_no_table_is_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match="rows"):
-        native.extremes(rows)
+        records.extremes(rows)
 
 
 def test_numbers_of_a_damaged_ring_do_no_harm() -> None:
@@ -122,6 +122,6 @@ def test_numbers_of_a_damaged_ring_do_no_harm() -> None:
     for name in ("start_ns", "end_ns", "wait_ns"):
         for value in (-(1 << 63), (1 << 63) - 1):
             rows[name] = value
-            native.own_times(rows, 0, 100, b"", b"")
-            assert native.streams(rows, 0, 100, b"", b"") is not None
-            native.symbols(rows)
+            records.own_times(rows, 0, 100, b"", b"")
+            assert records.streams(rows, 0, 100, b"", b"") is not None
+            records.symbols(rows)

@@ -422,7 +422,7 @@ class NodeAgent:
         """A message with groups of the rank that no other rank of this node has reported, if there are any."""
         fresh = tuple(
             group
-            for group in groups_there(ring.unsent_groups())
+            for group in groups_there(ring.take_unsent_groups())
             if self._told.setdefault(key_of(group), ring.rank) == ring.rank
         )
         return [Groups(ring.rank, fresh)] if fresh else []

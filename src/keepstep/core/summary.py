@@ -26,9 +26,8 @@ class GroupInfo:
     members: tuple[int, ...]  # global ranks, in group order
     backend: str = ""  # "gloo", or by device "cpu:gloo,cuda:nccl"; empty where it is not known
     desc: str = ""
-    serves: str = (
-        ""  # of a communicator, the name of the process group whose calls it carries out, once that is known
-    )
+    # The process group whose calls a communicator carries out, by name; empty while that is not known.
+    serves: str = ""
 
     @property
     def shown(self) -> str:

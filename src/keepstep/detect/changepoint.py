@@ -104,7 +104,7 @@ class ChangePointDetector:
         self._healthy = math.inf
         self._index = -1
         self._recent: deque[tuple[int, float]] = deque(maxlen=2 * _REACH)
-        self._latest: deque[float] = deque(maxlen=_REACH)  # times of the latest of them
+        self._latest: deque[float] = deque(maxlen=_REACH)  # Times of the latest iterations.
         self._waiting: deque[tuple[int, float]] = deque()
         self._level = SortedWindow(_LEVEL_WINDOW)
         self._residuals = SortedWindow(_WINDOW)
@@ -228,7 +228,8 @@ class ChangePointDetector:
         sign = 1.0 if seconds > level else -1.0
         floor = 0.5 * self._min_change * level
         farthest = max(self._latest) - level if sign > 0 else level - min(self._latest)
-        if farthest <= floor:  # as in most iterations: no run has a larger mean
+        # No run has a larger mean. So it is in most iterations.
+        if farthest <= floor:
             return None
         halfway = 0.5 * (level - self._healthy) if sign < 0 else -math.inf
         latest = [sign * (value - level) for _, value in self._recent][-_REACH:]

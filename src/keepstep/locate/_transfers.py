@@ -24,7 +24,8 @@ class Path:
     op: int
     source: int = -1
     target: int = -1
-    shown: str = field(default="", compare=False)  # the group's name for users, where it is not ``group``
+    # What users are shown for ``group``; empty: its own name.
+    shown: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if self.source >= 0:

@@ -1,4 +1,4 @@
-"""Twin of `keepstep.agent.ranks.native`, whole columns at a time with numpy."""
+"""Twin of `keepstep.agent.ranks.records`, whole columns at a time with numpy."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.agent.ranks.event_buffer import EventBuffer, Rows
-from keepstep.agent.ranks.native import symbols
+from keepstep.agent.ranks.records import symbols
 from keepstep.core.events import Kind, Op
 from keepstep.detect import find_period
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
-from keepstep.agent.ranks.native import of_kind
+from keepstep.agent.ranks.records import of_kind
 from keepstep.agent.ranks.summarise import streams_of
 from keepstep.core.events import Device, Kind, Phase
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary

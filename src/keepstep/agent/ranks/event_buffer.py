@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from keepstep.agent.ranks.native import Pending
+from keepstep.agent.ranks.records import Pending
 from keepstep.ring import RECORD
 
 Rows = NDArray[Any]  # a structured array with the fields of the ring's RECORD

@@ -18,7 +18,7 @@ from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.marked_pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.markers import StepMarkers
-from keepstep.agent.ranks.native import of_kind, symbols
+from keepstep.agent.ranks.records import of_kind, symbols
 from keepstep.agent.ranks.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
 

@@ -26,7 +26,7 @@ import numpy as np
 from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.event_buffer import Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Times, Union, clipped
-from keepstep.agent.ranks.native import own_times, streams, waits
+from keepstep.agent.ranks.records import own_times, streams, waits
 from keepstep.agent.ranks.time_between_calls import time_between_calls
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import BlockKind, BlockSummary, GroupInfo, IterationSummary, StreamSummary

@@ -15,7 +15,7 @@ from keepstep.agent.ranks.device_calls import has_device_groups
 from keepstep.agent.ranks.device_times import DeviceTimes
 from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
 from keepstep.agent.ranks.iterations import IterationCutter
-from keepstep.agent.ranks.native import extremes, of_kind
+from keepstep.agent.ranks.records import extremes, of_kind
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
 from keepstep.agent.ranks.watch import RankWatch
 from keepstep.core.events import Flag, Kind, Phase

@@ -14,7 +14,8 @@ _KNOWN = 3
 _SEQUENCES = 8
 # Share of an iteration below which extra time is no pause: it is often an all-reduce of a metric.
 _SHARE = 0.05
-_BYTES = 8  # of a symbol, and of a time
+# Symbols and times have so many.
+_BYTES = 8
 
 
 class UsualSequence:
@@ -34,7 +35,7 @@ class UsualSequence:
     def pause_ns(self, content: bytes, starts: bytes, start_ns: int, end_ns: int) -> int:
         """Take an iteration's symbols and their starts; return the length of the unmarked pause at its beginning.
 
-        Both are 8 bytes for each, as of `native.symbols`. ``start_ns`` to ``end_ns`` is the iteration without its
+        Both are 8 bytes for each, as of `records.symbols`. ``start_ns`` to ``end_ns`` is the iteration without its
         marked pauses.
         """
         kind = hash(content)

@@ -34,9 +34,8 @@ class WatchedRing:
     next_telling_ns: int = 0  # when to tell again that it hangs in its start-up; 0: not
     main_site: str = ""  # the line of code of most of its last operations
     groups: int = 0  # how many of its groups have been sent or need not be
-    served: Mapping[int, str] = field(
-        default_factory=dict[int, str]
-    )  # process groups, by communicator's number
+    # The process group that each communicator serves, by the communicator's number.
+    served: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @property
     def counts(self) -> int:
@@ -47,8 +46,11 @@ class WatchedRing:
         """Another process writes its ring."""
         self.groups, self.served = 0, {}
 
-    def unsent_groups(self) -> list[GroupInfo]:
-        """Its groups that have not been sent, or of which more is known now: the process groups they serve."""
+    def take_unsent_groups(self) -> list[GroupInfo]:
+        """Its groups that have not been sent, or of which it is known now which process groups they serve.
+
+        They count as sent from now on.
+        """
         groups = self.track.groups
         open_places = [at for at, one in enumerate(groups) if one.is_communicator and at not in self.served]
         sent, self.groups = range(self.groups), len(groups)

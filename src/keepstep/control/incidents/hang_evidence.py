@@ -29,10 +29,8 @@ _NOT_ENDED: dict[How, str] = {  # why a process is not ended, by what it does
     "traced": "a debugger holds rank {rank}",
     "unread": "of rank {rank} there is no proof: {why}",
 }
-_OWES = {
-    *STEP_PHASES,
-    Phase.TEARDOWN,
-}  # phases in which a rank that was found stuck does not merely work for itself
+# A rank that was found stuck in one of these phases does not merely work for itself.
+_OWES = {*STEP_PHASES, Phase.TEARDOWN}
 _WINDS_UP = "rank {rank} winds up: its process groups are gone or its script is over, which ends by itself"
 _STANDS: dict[How, str] = {  # what a process does that is to be ended
     "still": "nothing of it has moved for {seconds:.0f} s",

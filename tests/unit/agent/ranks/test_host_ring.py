@@ -109,10 +109,10 @@ def test_groups_are_sent_again_once_it_is_known_what_they_serve(ring: int) -> No
     communicator = shim.group("nccl-1", [0, 1], "nccl", "rank 0 of 2")
     watched = WatchedRing(0, "", RankTrack(0, "node", (0,)), HostRing(ring))
     watched.track.know_groups(HostRing(ring).groups())
-    assert [(one.name, one.serves) for one in watched.unsent_groups()] == [("0", ""), ("nccl-1", "")]
-    assert watched.unsent_groups() == []
+    assert [(one.name, one.serves) for one in watched.take_unsent_groups()] == [("0", ""), ("nccl-1", "")]
+    assert watched.take_unsent_groups() == []
     done = probe.start(COLLECTIVE, ALLREDUCE, group, -1, 8, 0, 0)
     shim.start(COLLECTIVE, ALLREDUCE, communicator, -1, 8, ENQUEUED, 0)()
     done()
-    assert [(one.name, one.serves) for one in watched.unsent_groups()] == [("nccl-1", "0")]
-    assert watched.unsent_groups() == []
+    assert [(one.name, one.serves) for one in watched.take_unsent_groups()] == [("nccl-1", "0")]
+    assert watched.take_unsent_groups() == []
