@@ -5,6 +5,8 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 WHEELS      ?=
 JOBS        ?= 2
+# Tests at once: one more than there are CPUs, as real jobs wait for a third of their time.
+TESTS       ?= $(shell expr $$(nproc) + 1)
 CUDA_VENV   ?= .venv-cuda
 TORCH_CUDA  ?= torch==2.14.1
 CUDA_HEADERS ?= nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
@@ -18,6 +20,9 @@ NCCL   := $(VENV)/nccl/.ready
 CUDA   := $(CUDA_VENV)/.ready-$(subst ==,-,$(TORCH_CUDA))
 PYTEST := $(BIN)/python -m pytest -q
 NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
+
+# Set, each of the thousands of processes that the tests start would compile all of keepstep's source anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo frameworks nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels
 .PHONY: wheels-check soak bench clean
@@ -35,7 +40,7 @@ help:
 	@echo "make wheels-check  the demo from a wheel of dist/ in an empty environment"
 	@echo "make soak    the seeded fault campaigns (hours; resumable)"
 	@echo "make bench   all benchmarks, side by side with peers"
-	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS)"
+	@echo "knobs: PYTHON=$(PYTHON) TORCH=$(TORCH) TORCH_INDEX=URL VENV=$(VENV) JOBS=$(JOBS) TESTS=$(TESTS)"
 	@echo "       WHEELS='--python PYTHON ... --arch x86_64 aarch64'"
 
 setup: $(DEV)
@@ -94,10 +99,10 @@ demo: $(READY)
 
 # tests/conftest.py says what runs beside what.
 test: $(DEV)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not long and not soak"
+	$(PYTEST) -n $(TESTS) --dist loadgroup -m "not long and not soak"
 
 test-cuda: cuda
-	STAND_IN_VENV="$(CUDA_VENV)" $(PYTEST) -m cuda tests/cuda
+	STAND_IN_VENV="$(CUDA_VENV)" $(PYTEST) -n $(TESTS) -m cuda tests/cuda
 
 # Another torch than $(TORCH) on Gloo: its CUDA wheel on the stand-ins, which show no GPU.
 SMOKE = tests/unit/capture tests/unit/session tests/e2e/test_capture_phases.py \
@@ -169,7 +174,8 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.control_seeds --parallel $(JOBS) --json benchmarks/results/control-seeds.json
 
 bench: $(DEV)
-	for name in probe gpu changepoint controller locate checkpoint recovery recovery.scale mitigate field busy hostile misuse; do \
+	for name in probe gpu changepoint controller locate checkpoint recovery recovery.scale mitigate field busy hostile misuse \
+	  why; do \
 	  $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json || exit 1; done
 
 clean:

@@ -57,9 +57,10 @@ class Pending {
       const auto place = find(record.ticket);
       if (place->ticket != record.ticket) rows_.insert(place, record);
     }
+    auto place = rows_.begin();  // mostly that of the record after the one before
     for (const Record& record : finished) {
-      const auto place = find(record.ticket);
-      if (place != rows_.end() && place->ticket == record.ticket) *place = record;
+      if (place == rows_.end() || place->ticket != record.ticket) place = find(record.ticket);
+      if (place != rows_.end() && place->ticket == record.ticket) *place++ = record;
     }
     if (rows_.size() <= kMost) return true;
     rows_.erase(rows_.begin(), rows_.begin() + static_cast<std::ptrdiff_t>(rows_.size() / 2));
@@ -128,6 +129,7 @@ class Union {
   }
 
   Union joined(const Union& other) const {
+    if (other.parts_.empty()) return *this;
     std::vector<Interval> all(parts_);
     all.insert(all.end(), other.parts_.begin(), other.parts_.end());
     return Union(std::move(all));
@@ -143,18 +145,22 @@ inline Interval clipped(Time start, Time end, Time low, Time high) { return {std
 
 // --- waits ----------------------------------------------------------------------------------------------------------
 
-// From when to when the rank waits in each operation; summarise.py has the rules. ``open_ns`` stands for ends that are
-// not known.
-inline std::vector<Interval> waits(const std::vector<Record>& operations, Time open_ns) {
+// From when to when the rank waits in each operation among ``rows``; summarise.py has the rules. ``open_ns`` stands for
+// ends that are not known.
+template <typename Rows>
+std::vector<Interval> waits(const Rows& rows, Time open_ns) {
   constexpr std::uint16_t kKnownAsync = kAsync | kSyncKnown;
-  const auto known_async = [](const Record& record) { return (record.flags & kKnownAsync) == kKnownAsync; };
+  const auto known_async = [](const Record& record) {
+    return (record.flags & kKnownAsync) == kKnownAsync && is_operation(record);
+  };
   std::vector<std::int16_t> shown;  // groups on which waits for asynchronous operations were recorded
-  for (const Record& record : operations)
+  for (const Record& record : rows)
     if (known_async(record) && record.wait_ns > 0 && std::find(shown.begin(), shown.end(), record.group) == shown.end())
       shown.push_back(record.group);
   std::vector<Interval> found;
-  found.reserve(operations.size());
-  for (const Record& record : operations) {
+  found.reserve(rows.size());
+  for (const Record& record : rows) {
+    if (!is_operation(record)) continue;
     const Time end = end_of(record, open_ns);
     const bool would_show = (record.flags & kEndByWait) != 0 ||
                             (known_async(record) && std::find(shown.begin(), shown.end(), record.group) != shown.end());
@@ -176,20 +182,23 @@ struct OwnTimes {
 };
 
 inline OwnTimes own_times(Span rows, Time start, Time end, const Union& pauses) {
-  std::vector<Interval> parts = waits(operations_in(rows), end);
+  std::vector<Interval> parts = waits(rows, end);
   for (Interval& part : parts) part = clipped(part.first, part.second, start, end);
   Union taken = Union(std::move(parts)).joined(pauses);
   OwnTimes times{taken.total(), 0, 0, 0, 0};
   // A moment that lies in several phases counts as the first of these.
-  const std::pair<std::uint8_t, Time*> phases[] = {
-      {kGc, &times.gc}, {kOptimizer, &times.optimizer}, {kData, &times.data}, {kBackward, &times.backward}};
-  for (const auto& [code, own] : phases) {
-    std::vector<Interval> spans;
-    for (const Record& record : rows)
-      if (!is_operation(record) && record.op == code)
-        spans.push_back(clipped(record.start_ns, end_of(record, end), start, end));
-    if (spans.empty()) continue;
-    const Union span(std::move(spans));
+  constexpr std::uint8_t codes[] = {kGc, kOptimizer, kData, kBackward};
+  Time* const owns[] = {&times.gc, &times.optimizer, &times.data, &times.backward};
+  std::vector<Interval> spans[4];
+  for (const Record& record : rows) {
+    if (is_operation(record)) continue;
+    const auto place = std::find(std::begin(codes), std::end(codes), record.op) - codes;
+    if (place < 4) spans[place].push_back(clipped(record.start_ns, end_of(record, end), start, end));
+  }
+  for (std::size_t place = 0; place < 4; ++place) {
+    Time* const own = owns[place];
+    if (spans[place].empty()) continue;
+    const Union span(std::move(spans[place]));
     *own = span.less(taken);
     taken = taken.joined(span);
   }

@@ -72,28 +72,33 @@ nb::object kept(Span rows, Keep keep) {
   return found;
 }
 
+nb::tuple told(const Record& one) {
+  return nb::make_tuple(one.op, one.seq, one.ticket, one.start_ns, one.end_ns, one.thread, one.peer, one.wait_ns,
+                        one.bytes);
+}
+
 nb::list of_kind(nb::handle rows, std::uint8_t kind) {
   nb::list found;
   for (const Record& one : Records(rows))
-    if (one.kind == kind)
-      found.append(nb::make_tuple(one.op, one.seq, one.ticket, one.start_ns, one.end_ns, one.thread, one.peer,
-                                  one.wait_ns, one.bytes));
+    if (one.kind == kind) found.append(told(one));
   return found;
 }
 
-nb::tuple extremes(nb::handle rows) {
+nb::tuple outline(nb::handle rows) {
   const Records table(rows);
   std::int16_t group = -1;
   Time end_ns = 0;
   std::size_t failed = 0;
+  nb::list phases;
   for (const Record& record : table) {
     group = std::max(group, record.group);
     if ((record.flags & records::kFailed) != 0)
       ++failed;
     else
       end_ns = std::max(end_ns, record.end_ns);
+    if (!records::is_operation(record)) phases.append(told(record));
   }
-  return nb::make_tuple(group, end_ns, failed);
+  return nb::make_tuple(group, end_ns, failed, phases);
 }
 
 nb::tuple symbols(nb::handle rows, std::uint64_t first_ticket, std::uint64_t end_ticket, Time since_ns) {
@@ -101,6 +106,8 @@ nb::tuple symbols(nb::handle rows, std::uint64_t first_ticket, std::uint64_t end
   const auto earlier = [](const Record& record, std::uint64_t ticket) { return record.ticket < ticket; };
   std::vector<std::uint64_t> found;
   std::vector<Time> starts;
+  found.reserve(table.size());
+  starts.reserve(table.size());
   bool backward = false;
   for (const Record* record = std::lower_bound(table.begin(), table.end(), first_ticket, earlier);
        record != table.end() && record->ticket < end_ticket; ++record) {
@@ -115,7 +122,7 @@ nb::tuple symbols(nb::handle rows, std::uint64_t first_ticket, std::uint64_t end
 nb::tuple waits(nb::handle rows, Time open_ns) {
   const Records table(rows);
   std::vector<Time> begin, until;
-  for (const Interval& one : records::waits({table.begin(), table.end()}, open_ns)) {
+  for (const Interval& one : records::waits(span(table), open_ns)) {
     begin.push_back(one.first);
     until.push_back(one.second);
   }
@@ -164,7 +171,7 @@ NB_MODULE(_native, m) {
   constexpr Time kBegin = std::numeric_limits<Time>::min();
 
   m.def("of_kind", &of_kind, nb::arg("rows"), nb::arg("kind"));
-  m.def("extremes", &extremes, nb::arg("rows"));
+  m.def("outline", &outline, nb::arg("rows"));
   m.def("symbols", &symbols, nb::arg("rows"), nb::arg("first_ticket") = 0, nb::arg("end_ticket") = kEnd,
         nb::arg("since_ns") = kBegin);
   m.def("waits", &waits, nb::arg("operations"), nb::arg("open_ns"));

@@ -359,6 +359,7 @@ class Reader {
       cursor_ = oldest(next);
     }
     progress.started.reserve(progress.started.size() + (next - cursor_));  // one lap at most
+    progress.finished.reserve(progress.finished.size() + (next - cursor_));
     for (; cursor_ < next; ++cursor_) {
       const Found found = take(cursor_, progress);
       if (found == Found::not_yet && live_ && gaps_.size() < layout_.records)

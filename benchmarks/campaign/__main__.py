@@ -32,7 +32,7 @@ from benchmarks._intervals import wilson
 from benchmarks._report import Line, Report
 from benchmarks.campaign.case import Case, on_backend
 from benchmarks.campaign.cases import CASES
-from benchmarks.campaign.running import REPLAY, run_case, run_replay
+from benchmarks.campaign.running import REPLAY, run_case, run_replay, skipped
 from benchmarks.campaign.seeds import NAME, convert, kept
 from benchmarks.campaign.stand_in import CASE as STAND_IN_CASE
 from benchmarks.campaign.stand_in import FRAMEWORKS_CASE, PORTS_CASE, STAND_IN_NCCL
@@ -89,6 +89,10 @@ def _summarise_seeds(report: Report, case: Case, results: Sequence[Mapping[str, 
     for figure in case.zero:
         total = sum(result["measured"].get(figure) or 0 for result in results)
         report.add(Line(f"  {figure}", total, "in all seeds", "0", total == 0))
+    for figure in case.counted:
+        known = [value for one in results if (value := one["measured"].get(figure)) is not None]
+        if known:
+            report.add(Line(f"  {figure}", f"{sum(known)}/{len(known)}", "seeds"))
     for figure in case.shown:
         values = [result["measured"].get(figure) for result in results]
         known = [value for value in values if value is not None]
@@ -173,7 +177,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_replay(arguments)
             else:
                 case = ALL_CASES[name]
-                run_case(case, range(case.seeds) if arguments.seeds is None else arguments.seeds, arguments)
+                seeds = range(case.seeds) if arguments.seeds is None else arguments.seeds
+                run_case(case, seeds, arguments)
+                for reason, which in skipped(case, seeds).items():
+                    report.leave_out(f"{name}: {len(which)} of {len(seeds)} seeds", reason)
     shown = wanted
     if "all" in arguments.case or arguments.summary_only:
         own = NAMES if arguments.backend == "gloo" else ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.campaign.chances import drawn as drawn
+from benchmarks.campaign.chances import kind_of as kind_of
 from benchmarks.campaign.trial import ROOT, Outcome, Plan
 
 RANKS = 4
@@ -35,7 +36,9 @@ class Case:
     shown: tuple[str, ...] = ()  # figures of ``measured`` to summarise
     share: float = 1.0  # of the seeds, that is to pass
     zero: tuple[str, ...] = ()  # figures of ``measured`` that are to be 0 in all seeds together
+    counted: tuple[str, ...] = ()  # figures that are true or false, to count; seeds without one do not count
     lacks: Callable[[int], str] | None = None  # the package that a seed needs and that is not there, or ""
+    skipped: Callable[[int], str] | None = None  # why a seed cannot be run here, or ""
 
 
 def on_backend(case: Case, backend: str) -> Case:
@@ -47,19 +50,6 @@ def on_backend(case: Case, backend: str) -> Case:
         return replace(made, script="benchmarks/campaign/as_nccl.py", arguments=arguments)
 
     return replace(case, name=f"{case.name}, {backend}", plan=plan)
-
-
-def drawn(case: str, seed: int) -> random.Random:
-    """A seed's own chances, the same in every run."""
-    return random.Random(f"{case}:{seed}")
-
-
-def kind_of(case: str, seed: int, kinds: Collection[str]) -> str:
-    """A seed's own kind: each block of ``len(kinds)`` seeds has every kind once, in an order of its own."""
-    block, place = divmod(seed, len(kinds))
-    order = list(kinds)
-    random.Random(f"{case}:block {block}").shuffle(order)
-    return order[place]
 
 
 def named_for_sure(incident: Mapping[str, Any]) -> bool:

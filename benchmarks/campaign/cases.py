@@ -38,6 +38,7 @@ from benchmarks.campaign.hangs import (
 from benchmarks.campaign.odd import ODD
 from benchmarks.campaign.stuck import STUCK
 from benchmarks.campaign.trial import Outcome, Plan
+from benchmarks.campaign.why_live import WHY
 
 SLOW_STEPS, AFTER_STEPS = 12, 12
 DETECTED_WITHIN = 3  # iterations, of onset and of relief
@@ -393,6 +394,7 @@ CASES: dict[str, Case] = {
         ODD,
         STUCK,
         BLAME,
+        *WHY,
         *DRAWN,
         Case("crash", 10, "dead process: <= 0.5 s", plan_crash, judge_crash, ("seconds_to_verdict",)),
         Case(

@@ -15,6 +15,7 @@ from benchmarks.campaign.case import Case
 from benchmarks.campaign.replay import replay
 from benchmarks.campaign.seeds import keep, kept
 from benchmarks.campaign.trial import Outcome, run_trial
+from benchmarks.campaign.why_trial import run_why
 
 REPLAY = "replay-false-alarms"
 
@@ -25,7 +26,7 @@ def run_seed(case: Case, seed: int, out: Path, runs: Path, keep_runs: bool) -> d
     folder = runs / case.name / f"seed-{seed:03d}"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        outcome = run_trial(plan, folder)
+        outcome = run_trial(plan, folder) if plan.why is None else run_why(plan, plan.why, folder)
         verdict = case.judge(plan, outcome)
         result = _result(outcome, verdict.why, verdict.measured)
     except Exception as error:  # a seed that breaks is a failed seed, and the campaign goes on
@@ -59,6 +60,10 @@ def run_case(case: Case, seeds: Iterable[int], arguments: argparse.Namespace) ->
     """Run the seeds of a case that have no result yet."""
     done = {} if arguments.again else kept(arguments.out, case.name)
     todo = _without_lacking(case, [seed for seed in seeds if seed not in done])
+    left_out = skipped(case, todo)
+    for reason, which in left_out.items():
+        print(f"{case.name}: {len(which)} seeds are skipped: {reason}", flush=True)
+    todo = [seed for seed in todo if not any(seed in which for which in left_out.values())]
 
     def one(seed: int) -> None:
         result = run_seed(case, seed, arguments.out, arguments.runs, arguments.keep_runs)
@@ -70,6 +75,16 @@ def run_case(case: Case, seeds: Iterable[int], arguments: argparse.Namespace) ->
         # jobs that run together start together: one that starts later would slow the others for seconds
         for first in range(0, len(todo), arguments.parallel):
             list(pool.map(one, todo[first : first + arguments.parallel]))
+
+
+def skipped(case: Case, seeds: Iterable[int]) -> dict[str, list[int]]:
+    """The seeds that cannot be run here, by the reason."""
+    found: dict[str, list[int]] = {}
+    for seed in seeds if case.skipped else ():
+        assert case.skipped is not None
+        if reason := case.skipped(seed):
+            found.setdefault(reason, []).append(seed)
+    return found
 
 
 def _without_lacking(case: Case, seeds: Sequence[int]) -> list[int]:

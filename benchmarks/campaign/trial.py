@@ -17,7 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from benchmarks.campaign.why_draw import Why
 
 ROOT = Path(__file__).resolve().parents[2]
 _NODE_RANK = "<node rank>"  # in the command that all hosts share
@@ -62,6 +65,7 @@ class Plan:
     slow_link: tuple[str, str, str] | None = None  # host, host, rate: on the namespace testbed
     cut_path: tuple[str, str] | None = None  # host, host: there nothing passes from truth["onset"] on
     stand_in: StandIn | None = None  # the script is one for the stand-in GPU; ``nproc``: ranks a node
+    why: Why | None = None  # a failure that the driver prepares, in a script of its own; ``nproc``: all ranks
 
     @property
     def on_hosts(self) -> bool:
@@ -190,7 +194,7 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
     if plan.stand_in is not None:
         return _run_on_stand_in(plan, plan.stand_in, folder)
     if not plan.on_hosts:
-        return _run(plan, folder, lambda command, env, log: [_start(command, env, log)])
+        return _run(plan, folder, lambda command, env, log: [start_launcher(command, env, log)])
     from tests.e2e.testbed import four_hosts
 
     with four_hosts(rate=str(plan.truth["healthy_rate"])) as bed:
@@ -203,7 +207,7 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
                 for place in range(len(bed.hosts))
             )
             return [
-                _start(each.command(own), env, log)
+                start_launcher(each.command(own), env, log)
                 for each, own in zip(bed.hosts.values(), commands, strict=True)
             ]
 
@@ -239,7 +243,7 @@ def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
             words = [str(PYTHON), *(str(number) if word == _NODE_RANK else word for word in command[1:])]
             name = {"KEEPSTEP_NODE_NAME": f"node-{number}"} if device.nodes > 1 else {}
             words = words if ports is None else ports.command(number, words)
-            started.append(_start(words, {**env, **made, **name}, log))
+            started.append(start_launcher(words, {**env, **made, **name}, log))
         return started
 
     outcome = _run(plan, folder, start, ports=ports)
@@ -249,7 +253,7 @@ def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
     return outcome
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
+def start_launcher(command: Sequence[str], env: Mapping[str, str], log: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=env,
@@ -295,7 +299,7 @@ def _run(
         live = Live(folder, launchers)
         timed_out = _watch(plan, live, began + plan.timeout_s, disturbance, ports)
     wall_s = time.monotonic() - began
-    left_over = _end_left_overs(live.run)
+    left_over = end_left_overs(live.run)
     codes = [launcher.returncode for launcher in launchers]
     return Outcome(
         exit_code=next((code for code in codes if code), 0),
@@ -305,7 +309,7 @@ def _run(
         script=_script_times(folder),
         lives=lives_in(folder),
         **_watched(live.run),
-        faults=_json_lines(folder / "faults.jsonl"),
+        faults=json_lines(folder / "faults.jsonl"),
         left_over=left_over,
         notes=live.notes,
         console=(folder / "console.txt").read_text(errors="replace")[-4000:],
@@ -339,7 +343,7 @@ def _watch(plan: Plan, live: Live, deadline: float, disturbance: Any, ports: Any
             live.interrupt()
             interrupt_at = now + 15
         if now > deadline:
-            _end(live.launchers)
+            end(live.launchers)
             return True
         time.sleep(0.05)
     live.look_at_lives()
@@ -357,7 +361,7 @@ def _disturb_as_planned(plan: Plan, live: Live, disturbance: Any) -> None:
         live.notes["relief"] = live.steps()
 
 
-def _end(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
     for number, seconds in ((signal.SIGINT, 10), (signal.SIGTERM, 10), (signal.SIGKILL, 10)):
         for launcher in launchers:
             if launcher.poll() is None:
@@ -368,7 +372,7 @@ def _end(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
             return
 
 
-def _end_left_overs(run: Path) -> list[str]:
+def end_left_overs(run: Path) -> list[str]:
     """Processes that are still there 2 s after their launcher; they are named, then killed."""
     for _ in range(20):
         found = processes_of(run)
@@ -381,7 +385,7 @@ def _end_left_overs(run: Path) -> list[str]:
     return [line[:200] for line in found.values()]
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in path.read_text().splitlines():
@@ -397,12 +401,12 @@ def lives_in(folder: Path) -> dict[int, list[str]]:
 
 def truths_in(folder: Path) -> list[dict[str, Any]]:
     """What each rank of a job has told, when it did it, of what it did wrong."""
-    return [line for path in sorted(folder.glob("truth-*.jsonl")) for line in _json_lines(path)]
+    return [line for path in sorted(folder.glob("truth-*.jsonl")) for line in json_lines(path)]
 
 
 def _script_times(folder: Path) -> dict[int, list[float]]:
     return {
-        int(path.stem.split("-")[1]): [line["seconds"] for line in _json_lines(path)]
+        int(path.stem.split("-")[1]): [line["seconds"] for line in json_lines(path)]
         for path in sorted(folder.glob("steps-*.jsonl"))
     }
 
@@ -411,7 +415,7 @@ def _watched(run: Path) -> dict[str, Any]:
     watched: dict[int, dict[int, float]] = {}
     ends: dict[int, float] = {}
     for path in sorted(run.glob("nodes/*/iterations*.jsonl")):
-        for line in _json_lines(path):
+        for line in json_lines(path):
             step = int(line["step"])
             for rank, cells in line["ranks"].items():
                 watched.setdefault(int(rank), {})[step] = float(cells["d"])

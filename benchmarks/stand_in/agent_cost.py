@@ -1,6 +1,7 @@
 """What the agent costs on a node with eight ranks of many operations each.
 
-    python -m benchmarks.stand_in.agent_cost [--quick] [--job NAME] [--ranks N] [--calls N] [--pace N] [--json FILE]
+    python -m benchmarks.stand_in.agent_cost [--quick] [--job NAME] [--ranks N] [--calls N] [--pace N]
+        [--lines N] [--json FILE]
 
 CPU time of the agent's whole process, from 20 s after the ranks' first step on. ``make cuda`` first. Jobs: ``written``,
 whose ranks only write rings, as two cores cannot carry eight ranks of torch at this pace; ``called``, with real calls
@@ -48,9 +49,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--calls", type=int, default=500, help="operations a step")
     parser.add_argument("--pace", type=float, default=5.0, help="steps a second")
+    parser.add_argument("--lines", type=int, default=0, help="lines that the ranks of 'written' log a second")
     arguments = parser.parse_args()
+    if arguments.lines and arguments.job != "written":
+        parser.error("--lines: only the job 'written' logs lines")
     seconds = 20.0 if arguments.quick else 120.0
     words = [str(seconds + 2 * _SETTLES_S), str(arguments.calls), str(arguments.pace)]
+    if arguments.lines:
+        words.append(str(arguments.lines / arguments.ranks))
     report = Report("agent on the stand-in", quick=arguments.quick)
     with (  # cleaning up may fail: the agent may still be saving rings
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -65,6 +71,7 @@ def main() -> None:
     stand_in = "rings written by a script" if arguments.job == "written" else "a stand-in for the GPU"
     limit = f"{stand_in}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     named = f"{arguments.ranks} ranks × {arguments.calls} operations, {arguments.job}"
+    named += f", {arguments.lines:,} lines a second" if arguments.lines else ""
     report.add(Line(f"steps a second, {named}", pace, "", limit=limit))
     met = share <= PERCENT and pace >= 0.95 * arguments.pace
     report.add(Line(f"agent, {named}", round(share, 2), "% of a core", GOAL, met, limit=limit))

@@ -19,6 +19,7 @@ import pytest
 from keepstep import wire
 from keepstep.core.events import Op, Phase
 from keepstep.ring import RingReader
+from keepstep.wire.secret import UNNAMED
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -28,12 +29,12 @@ T = TypeVar("T")
 class Controller:
     """Collects what agents say, on a thread of its own; ``ask`` sends to the newest one."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, run_id: str = UNNAMED) -> None:
         self.heard: list[Any] = []
         self.port = 0
         self._agent: Any = None
         self._loop = asyncio.new_event_loop()
-        self._key = wire.RunKey(secret)
+        self._key = wire.RunKey(secret, run_id)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -41,6 +42,10 @@ class Controller:
 
     def ask(self, message: wire.Message) -> None:
         self._loop.call_soon_threadsafe(self._agent.send, message)
+
+    def hang_up(self) -> None:
+        """Close the connection to the newest agent, which makes another one."""
+        self._loop.call_soon_threadsafe(self._agent.close)
 
     def of(self, kind: type[T]) -> list[T]:
         return [message for message in list(self.heard) if isinstance(message, kind)]

@@ -83,6 +83,7 @@ def run(
     return job.returncode, [json.loads(path.read_text()) for path in files]
 
 
+@pytest.mark.long
 def test_a_rank_that_takes_long_to_wind_up_does_not_hang(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code, incidents = run(tmp_path, ends_s=33)

@@ -163,7 +163,7 @@ def check_matching(ran: Ran) -> None:
 
 @pytest.mark.parametrize("job", ["plain", "ddp", "fsdp2", "pipeline", "tensor_parallel"])
 def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) -> None:
-    cold = job in ("plain", "fsdp2")
+    cold = job == "fsdp2"
     watched = run(tmp_path, job, cold=cold)
     unwatched = run(tmp_path, job, watched=False, cold=cold)
     assert watched.codes == [0, 0], watched.errors

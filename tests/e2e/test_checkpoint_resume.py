@@ -67,7 +67,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         ("ddp", 1, 6, "forward", (5, 6)),  # the copy of step 6 may or may not be done
         ("ddp", 0, 6, "backward", (5, 6)),
         ("ddp", 1, 5, "before save", (5,)),
-        ("ddp", 0, 5, "after save", (5, 6)),
+        pytest.param("ddp", 0, 5, "after save", (5, 6), marks=pytest.mark.long),
         ("ddp", 1, 0, "forward", (0,)),
         ("fsdp2", 1, 6, "forward", (5, 6)),
     ],

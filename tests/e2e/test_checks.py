@@ -43,3 +43,15 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         ]
         code, out, err = run(tmp_path, "--no-watch", "--master-port", str(port), "--no-check")
         assert (code, out) == (0, "ran\n"), err
+
+
+def test_data_that_is_missing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_DATASET_PATHS", f"{tmp_path},/no/such/data")
+    code, out, err = run(tmp_path, "--no-watch")
+    assert (code, out) == (2, ""), err
+    assert err.splitlines()[-1] == (
+        "keepstep: node gpu-1: /no/such/data: No such file or directory; mount it there or correct the path "
+        "(--no-check starts it anyway)"
+    )
+    code, out, err = run(tmp_path, "--no-watch", "--no-check")
+    assert (code, out) == (0, "ran\n"), err

@@ -108,6 +108,7 @@ for i in range(130):
     assert line_of(script, "backward()") in told
 
 
+@pytest.mark.long
 def test_two_groups_in_another_order(tmp_path: Path) -> None:
     script = (
         HEAD

@@ -36,6 +36,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(found) for found in re.findall(r"  loss ([\d.]+)", done.stdout)]
 
 
+@pytest.mark.long
 def test_every_layout_computes_the_same_training() -> None:
     """Data and tensor parallelism change nothing but rounding."""
     steps = ("--steps", "10", "--layers", "2", "--dim", "32")
@@ -46,7 +47,9 @@ def test_every_layout_computes_the_same_training() -> None:
     assert alone[-1] < 5.5
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long), "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(one, marks=pytest.mark.long) for one in ("gpipe", "interleaved"))]
+)
 def test_pipelines_learn_evaluate_and_save(schedule: str, tmp_path: Path) -> None:
     times = tmp_path / "times-{rank}.jsonl"
     extra = ("--eval-every", "10", "--checkpoint-every", "10", "--checkpoint-dir", str(tmp_path / "saved"))
@@ -76,6 +79,7 @@ def test_pipelines_learn_evaluate_and_save(schedule: str, tmp_path: Path) -> Non
         assert all(line["seconds"] > 0 for line in lines)
 
 
+@pytest.mark.long
 def test_a_slow_rank_slows_its_steps_and_a_raise_ends_the_job(tmp_path: Path) -> None:
     fault = "slow rank 1 by 4x at step 5 for 5 steps; raise in rank 0 at step 14"
     arguments = ("--dp", "2", "--layers", "1", "--dim", "32", "--emulate-compute-ms", "20", "--steps", "30")

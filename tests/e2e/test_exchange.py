@@ -95,6 +95,7 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
     assert {len(one) for one in found.values()} == {1}
 
 
+@pytest.mark.long
 def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)
@@ -126,6 +127,7 @@ def test_the_processes_stay_where_they_are_and_play_each_others_ranks(tmp_path: 
     assert {len(one) for one in found.values()} == {1}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cold")
 def test_a_host_that_is_lost_before_its_new_ranks_have_their_states_costs_none(tmp_path: Path) -> None:
     if reason := beds.missing():

@@ -18,8 +18,8 @@ rank = dist.get_rank()
 FAILS = (
     HEAD
     + """
-for step in range(300):
-    if rank == 1 and step == 200:
+for step in range(80):
+    if rank == 1 and step == 60:
         raise FileNotFoundError("shard-00017.tar")
     dist.all_reduce(torch.ones(1)); time.sleep(0.05)
 """

@@ -28,9 +28,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.quiet, pytest.mark.usefixtures("cold"
 
 
 @contextmanager
-def training(folder: Path, *flags: str, steps: int = 100_000) -> Iterator[subprocess.Popen[str]]:
+def training(
+    folder: Path, *flags: str, steps: int = 100_000, microbatch_s: float = 0.004
+) -> Iterator[subprocess.Popen[str]]:
     keepstep = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-    script = [str(TRAIN), str(folder), str(steps), str(COUNT)]
+    script = [str(TRAIN), str(folder), str(steps), str(COUNT), str(microbatch_s)]
     process = subprocess.Popen(
         [*keepstep, "--nproc-per-node", str(RANKS), *script], stderr=subprocess.PIPE, text=True
     )
@@ -99,7 +101,7 @@ def test_a_slow_replica_gets_less_and_its_share_back(tmp_path: Path) -> None:
     # How much shorter it is: benchmarks/mitigate.py.
     assert any((action["measured_iteration_s"] or 0) > 0 for action in taken)
     rows = steps(folder)
-    with training(undisturbed, "--mitigate", "off", steps=len(rows)) as process:
+    with training(undisturbed, "--mitigate", "off", steps=len(rows), microbatch_s=0) as process:
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     plain = steps(undisturbed)

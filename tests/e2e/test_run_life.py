@@ -270,7 +270,7 @@ def test_stopped_workers_end_too(run: Run) -> None:
 
 
 def test_the_guard_is_replaced_when_killed(run: Run) -> None:
-    process = run.start(GRANDCHILDREN + SAY_READY + "time.sleep(600)", "--no-watch")
+    process = run.start(GRANDCHILDREN + SAY_READY + "time.sleep(600)", "--no-watch", "--keep-words", "off")
     worker = int(run.said("ready0"))
 
     def guards() -> list[int]:
@@ -384,3 +384,75 @@ def test_a_watched_worker_has_the_nccl_shim_preloaded_unless_told_otherwise(run:
     assert (code, out.split()[0]) == (0, "True"), err
     assert run.finish(script, KEEPSTEP_NCCL_SHIM="0")[1] == "False None\n"
     assert run.finish(script, "--no-watch")[1] == "False None\n"
+
+
+def test_the_words_of_a_rank_are_kept_and_tell_why_it_died(run: Run) -> None:
+    code, out, err = run.finish(
+        """
+        sys.stderr.write("\\rstep 5/9")
+        if rank == 1: raise ValueError("boom")
+        time.sleep(60)
+        """,
+        "--no-watch",
+        "--nproc-per-node",
+        "2",
+    )
+    assert (code, out) == (1, "")
+    before, _, root = err.partition("Root Cause")
+    assert "ValueError: boom" in before, "the console has it as before"
+    assert root.count("Traceback (most recent call last)") == 1
+    assert "ValueError: boom" in root
+    assert "rank 1: ValueError: boom" in json.loads((run.folder / "run" / "end.json").read_text())["reason"]
+    kept = (run.folder / "run" / "logs" / "rank-00001" / "stderr.0.log").read_bytes()
+    assert kept.startswith(b"\rstep 5/9Traceback"), "stdout goes elsewhere and is not kept"
+    assert not list((run.folder / "run" / "logs").glob("*/stdout*"))
+
+
+def test_stdout_and_stderr_of_one_console_keep_their_order(run: Run) -> None:
+    script = """
+    import multiprocessing
+    def child(): os.write(2, b"child\\n")
+    for number in range(2000):
+        os.write(1 + number % 2, b"%d\\r" % number)
+    if __name__ == "__main__":
+        one = multiprocessing.get_context("fork").Process(target=child)
+        one.start(); one.join()
+    os.write(1, b"\\xff\\x00 no end")
+    """
+    path = run.folder / "both.py"
+    path.write_text("import os\n" + textwrap.dedent(script))
+    command = [sys.executable, "-m", "keepstep.cli", "run", "--no-watch", "-q", "--run-dir", run.folder / "r"]
+    done = subprocess.run(
+        [*command, path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S
+    )
+    wanted = b"".join(b"%d\r" % number for number in range(2000)) + b"child\n\xff\x00 no end"
+    assert (done.returncode, done.stdout) == (0, wanted)
+    assert (run.folder / "r" / "logs" / "rank-00000" / "output.0.log").read_bytes() == wanted
+
+
+def test_a_keeper_of_words_that_is_killed_is_replaced_and_nothing_is_lost(run: Run) -> None:
+    script = """
+    for number in range(3000):
+        os.write(2, b"%d\\n" % number)
+        time.sleep(0.0005)
+        if number == 1000: open("ready", "w").write("x\\n")
+    """
+    process = run.start(SAY_READY + textwrap.dedent(script), "--no-watch", "-q")
+    worker = int(run.said("ready0"))
+    run.said("ready")
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    _guard, keeper, *_ = sorted(int(pid) for pid in listed if int(pid) != worker)
+    os.kill(keeper, signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert sorted(set(err.split()), key=int) == [str(number) for number in range(3000)]
+
+
+def test_a_helper_that_outlives_the_job_is_still_shown(run: Run) -> None:
+    helper = "import time; time.sleep(2); print('late', flush=True)"
+    script = (
+        f"import subprocess; subprocess.Popen([sys.executable, '-c', {helper!r}], start_new_session=True)"
+    )
+    code, out, _ = run.finish(script, "--no-watch", "-q", "--keep-words", "all")
+    assert (code, out) == (0, "late\n")
+    run.until(lambda: not run.left())

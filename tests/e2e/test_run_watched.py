@@ -170,8 +170,7 @@ os.write(1, (line + "\\n").encode())  # one write: the workers share the pipe
 """
 
 
-@pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("watch", [(), ("--no-watch",)])
+@pytest.mark.parametrize(("static", "watch"), [(True, ()), (False, ("--no-watch",))])
 def test_two_nodes_meet(nodes: Nodes, static: bool, watch: tuple[str, ...]) -> None:
     start_two(nodes, SHOW, "--nproc-per-node", "2", *watch, static=static)
     ended = nodes.finish()

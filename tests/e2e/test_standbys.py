@@ -186,6 +186,7 @@ def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(run: Run, how: str, word
     assert (hang["incarnation"], hang["recovery"]["incarnation"]) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cold")
 def test_without_standbys_a_restart_begins_fresh_processes(run: Run) -> None:
     flags = ("--max-restarts", "1", "--standbys", "0", "--nproc-per-node", "4")
@@ -291,8 +292,8 @@ FAILS = """
         ("raise", 1),
         pytest.param("exit", 7, marks=pytest.mark.long),
         pytest.param("say", 1, marks=pytest.mark.long),
-        ("interrupt", 130),
-        ("abort", 134),
+        pytest.param("interrupt", 130, marks=pytest.mark.long),
+        pytest.param("abort", 134, marks=pytest.mark.long),
     ],
 )
 def test_a_standby_ends_as_a_fresh_process(run: Run, ending: str, code: int) -> None:
@@ -390,8 +391,8 @@ def test_standbys_that_die_are_replaced_three_times(run: Run) -> None:
     assert run.finish() == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_no_standby_outlives_the_launcher(run: Run, number: signal.Signals, warm: bool) -> None:
     (run.folder / "job.py").write_text(WAITS)
     run.start("--max-restarts", "1", "--nproc-per-node", "2", "job.py")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.detect import find_period
+from keepstep.detect.period import find_period
 
 patterns = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 

@@ -51,6 +51,7 @@ def test_one_seed() -> None:
     play(int(os.environ.get("KEEPSTEP_ELECTION_SEED", "0")))
 
 
+@pytest.mark.long
 def test_the_seeds_reach_what_they_are_for() -> None:
     played = [play(seed) for seed in range(60)]
     assert sum(max(one.leaders) >= 3 for one in played) > len(played) / 4
@@ -171,7 +172,7 @@ ELECTIONS = (
     forgets_the_former,
     does_not_wait,
     obeys_the_old,
-    counts_without_its_own,
+    pytest.param(counts_without_its_own, marks=pytest.mark.long),
 )
 
 
@@ -183,7 +184,7 @@ def fails(world: Assembly | World) -> bool:
     return False
 
 
-@pytest.mark.parametrize("mutation", ELECTIONS, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("mutation", ELECTIONS, ids=lambda mutation: getattr(mutation, "__name__", ""))
 def test_no_guard_of_an_election_is_idle(
     mutation: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from tests.effort import many
 
 from keepstep.mitigate import Planner, Remedy
 
-SEEDS = many(30)
+SEEDS = many(8)
 HEALTHY_S = 1.0
 KINDS = ("S2", "S3", "S4")
 HELD = {"S2": 0.7, "S3": 0.95, "S4": 1.0}  # of what its causes cost, at best

@@ -75,7 +75,7 @@ def test_records_are_told_alike(rows: list[tuple[int, ...]], first: int, end: in
     given_rows = table(rows)
     for kind in (1, 3, 5):
         assert records.of_kind(given_rows, kind) == twin_records.of_kind(given_rows, kind)
-    assert records.extremes(given_rows) == twin_records.extremes(given_rows)
+    assert records.outline(given_rows) == twin_records.outline(given_rows)
     for bounds in ((), (first, end), (first, end, since)):
         assert records.symbols(given_rows, *bounds) == twin_records.symbols(given_rows, *bounds)
 
@@ -114,7 +114,7 @@ def test_too_many_are_dropped_alike() -> None:
 @pytest.mark.parametrize("rows", [bytes(1), bytes(63), bytes(65), np.zeros(8), memoryview(bytes(128))[1:65]])
 def test_what_is_no_table_is_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match="rows"):
-        records.extremes(rows)
+        records.outline(rows)
 
 
 def test_numbers_of_a_damaged_ring_do_no_harm() -> None:

@@ -50,15 +50,19 @@ def test_one_seed() -> None:
 
 
 def test_the_seeds_reach_what_they_are_for() -> None:
-    worlds = [play(seed) for seed in range(100)]
-    told = " ".join(line for world in worlds for line in world.told)
-    for words in (
+    wanted = {
         "begin again",
         "replaced",
         "waits for the other nodes",
         "fewer nodes,",
         "more nodes",
         "does not go on with fewer",
-    ):
-        assert words in told
-    assert max(world.newest for world in worlds) >= 3
+    }
+    newest = 0
+    for seed in range(100):
+        world = play(seed)
+        newest = max(newest, world.newest)
+        wanted = {words for words in wanted if not any(words in line for line in world.told)}
+        if not wanted and newest >= 3:
+            break
+    assert (wanted, newest >= 3) == (set(), True)

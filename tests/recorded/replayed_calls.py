@@ -21,7 +21,7 @@ from keepstep.agent.ranks import host_ring
 from keepstep.core.events import Flag, Kind, Op, Phase
 from keepstep.core.summary import SMALL_BYTES
 from keepstep.core.traced_operations import Call
-from keepstep.detect import find_period
+from keepstep.detect.period import find_period
 from keepstep.locate import CallStep, boundaries, split
 
 TICK_S = 0.5

@@ -7,13 +7,15 @@ Commands (``node`` and ``rank`` are numbers; every node has ``ranks`` of them):
                                               are connected; with restarts, hung processes are ended
     launcher node=0 [pid=] [wish=] [min=] [max=] [ranks=]     connect, Hello, Join
     agent node=0                              connect, Hello
-    beat step=10 [node=0] [overdue=2] [slow=3]      a heartbeat of all (or one) connected agents; all ranks wait too
-                                              long; the own time of rank 3 is twice that of the others
+    beat step=10 [node=0] [overdue=2] [inside=4] [slow=3]      a heartbeat of all (or one) connected agents; all ranks
+                                              wait too long, or are in an operation for so long; the own time of rank 3
+                                              is twice that of the others
     found kind=slow rank=1 step=32 ...        a finding by its agent (crash, exit: launcher); rank=0-3: several
     profiles [nodes=0,1] rank=1 onset=30 [own=0.5]      answer the last ProfileRequest
-    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1] [over=0-2]   answer the last
+    states [nodes=0,1] rank=1 idle=40 [going=1] [dead=1] [none=1] [done=1] [over=0-2] [other=1]   answer the last
                                               StateRequest; rank is not in the collective, or none is; its device has
-                                              done all it was given; those that are over wind up, in no collective
+                                              done all it was given; those that are over wind up, in no collective;
+                                              other is in another operation
     reachable node=0-2                        their agents say where they answer probes
     probes [nodes=0,1] [lost=gpu-0:gpu-1]     answer the last ProbeRequests; nothing comes back between the pair,
                                               or from the node
@@ -38,7 +40,7 @@ from tests.unit.control import control_stand_ins as stand_ins
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Send, StorePlacement, WriteIncident
 from keepstep.control.settings import Settings
-from keepstep.core.events import Phase
+from keepstep.core.events import Op, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident
 from keepstep.core.ranges import expand_ranks
@@ -200,7 +202,13 @@ class Stage:
         return self.say(peer, Hello("agent", f"gpu-{node}", int(node), int(pid or 200 + int(node))))
 
     def do_beat(
-        self, step: str, node: str = "", iteration: str = "0.5", overdue: str = "0", slow: str = "-1"
+        self,
+        step: str,
+        node: str = "",
+        iteration: str = "0.5",
+        overdue: str = "0",
+        slow: str = "-1",
+        inside: str = "",
     ) -> list[Effect]:
         self.sequence += 1
         out: list[Effect] = []
@@ -209,6 +217,8 @@ class Stage:
                 RankBeat(
                     *(rank, int(step), 2, 100, float(iteration), 0.4 if rank == int(slow) else 0.2),
                     overdue_s=float(overdue),
+                    idle_s=float(inside or 0),
+                    in_flight=stand_ins.all_reduce(self.now_s - float(inside)) if inside else None,
                 )
                 for rank in self.ranks_of(one)
             )
@@ -275,6 +285,7 @@ class Stage:
         none: str = "0",
         done: str = "0",
         over: str = "",
+        other: str = "-1",
     ) -> list[Effect]:
         asked, out = self.asked, []
         at_end = set(expand_ranks(over)) if over else set[int]()
@@ -289,6 +300,7 @@ class Stage:
                         step=40,
                         idle_s=idle_s,
                         waits=none == "0" and one not in {int(rank), *at_end},
+                        op=Op.BARRIER if one == int(other) else Op.ALLREDUCE,
                     ),
                     alive=dead == "0",
                     phase=int(Phase.TEARDOWN if one in at_end else Phase.BACKWARD),

@@ -17,12 +17,19 @@ struct Card {
   unsigned long long reasons, memory_errors, replays, xid;  // xid: told once, then 0
   unsigned long long recoveries, crc_flits, crc_data;
   unsigned inactive;  // of its one NVLink
+  unsigned remap_pending, remap_failed;
 };
 
 struct Process {
   unsigned pid;
   unsigned long long memory;
   unsigned gpu_instance, compute_instance;
+};
+
+struct Pci {
+  char old_address[16];
+  unsigned domain, bus, device, identity, subsystem;
+  char address[32];
 };
 
 struct Event {
@@ -106,6 +113,18 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Card* card, unsigned* count, Process
 
 int nvmlDeviceGetTotalEccErrors(Card* card, unsigned, unsigned, unsigned long long* errors) {
   *errors = card->memory_errors;
+  return kOk;
+}
+
+int nvmlDeviceGetPciInfo_v3(Card* card, Pci* pci) {
+  *pci = {"", 0, 0x3bu + 0x60u * static_cast<unsigned>(card - cards), 0, 0, 0, ""};
+  return kOk;
+}
+
+int nvmlDeviceGetRemappedRows(Card* card, unsigned* corrected, unsigned* uncorrected, unsigned* pending, unsigned* failed) {
+  *corrected = *uncorrected = 0;
+  *pending = card->remap_pending;
+  *failed = card->remap_failed;
   return kOk;
 }
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.core.errors import UsageError
+from keepstep.core.kernel_records import KERNEL_LOG
 from keepstep.core.tls_paths import TlsPaths
 from keepstep.wire.address import parse_address
 from keepstep.wire.secret import UNNAMED
+
+_STREAM = re.compile(r"([0-9]{1,7})=(\w+):([0-9]{1,18}):(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,10 @@ class Arguments:
     orders: dict[int, str]  # paths of the orders pages by rank
     links: dict[int, str]  # paths of the link tables by rank
     workers: dict[int, int]  # process ids by rank
+    words: dict[
+        int, tuple[tuple[str, int, str], ...]
+    ]  # streams that ranks write to: names, beginnings, paths
+    kernel_log: str  # path
     tls: TlsPaths | None
     cache: str  # address of the node's cache; "": there is none
     world_size: int
@@ -50,6 +58,8 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--orders", default=[], action="append", metavar="RANK=PATH")
     parser.add_argument("--links", default=[], action="append", metavar="RANK=PATH")
     parser.add_argument("--worker", default=[], dest="workers", action="append", metavar="RANK=PID")
+    parser.add_argument("--words", default=[], action="append", metavar="RANK=NAME:BEGIN:PATH")
+    parser.add_argument("--kernel-log", default=KERNEL_LOG, metavar="PATH")
     parser.add_argument("--cache", default="", metavar="ADDRESS")
     parser.add_argument("--world-size", type=int, default=0)
     parser.add_argument("--checkpoint-dir", default="", metavar="PATH_OR_URL")
@@ -67,7 +77,21 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     if wrong := next((pid for pid in pids.values() if not pid.isascii() or not pid.isdigit()), ""):
         raise UsageError(f"--worker …={wrong}: wants RANK=PID, for example 3=4711")
     given["workers"] = {rank: int(pid) for rank, pid in pids.items()}
+    given["words"] = _streams(given["words"])
     return Arguments(**given)
+
+
+def _streams(words: Sequence[str]) -> dict[int, tuple[tuple[str, int, str], ...]]:
+    """Names, beginnings and paths of streams by rank. Raises UsageError."""
+    streams: dict[int, tuple[tuple[str, int, str], ...]] = {}
+    for word in words:
+        if (found := _STREAM.fullmatch(word)) is None:
+            raise UsageError(
+                f"--words {word}: wants RANK=NAME:BEGIN:PATH, for example 3=stderr:0:/proc/4711/fd/9"
+            )
+        rank, name, begin, path = found.groups()
+        streams[int(rank)] = (*streams.get(int(rank), ()), (name, int(begin), path))
+    return streams
 
 
 def _paths(flag: str, words: Sequence[str]) -> dict[int, str]:

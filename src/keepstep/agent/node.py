@@ -178,9 +178,12 @@ class NodeAgent:
     def _processes(self) -> dict[int, ProcessId]:
         return {ring.rank: ring.process for ring in self._rings if ring.process is not None}
 
+    def pids(self) -> dict[int, int]:
+        """The process ids of the ranks that have been seen, by rank."""
+        return {rank: process.pid for rank, process in self._processes().items()}
+
     def _causes(self) -> tuple[HostCause, ...]:
-        pids = {rank: process.pid for rank, process in self._processes().items()}
-        return self._sensors.causes() + (self._gpus.causes(pids) if self._gpus is not None else ())
+        return self._sensors.causes() + (self._gpus.causes(self.pids()) if self._gpus is not None else ())
 
     def _look_at_sockets(self, now_ns: int, *, now: bool = True) -> None:
         self.network.look(now_ns * 1e-9, self._processes(), self._groups_of, now=now)
@@ -214,7 +217,8 @@ class NodeAgent:
         beats = tuple(self._beat(ring, now_ns) for ring in self._rings)
         self._sensors.look(now_ns * 1e-9, self._processes())
         self._look_at_sockets(now_ns, now=False)
-        self._recorder.time(now_ns * 1e-9, calls_made(self._rings))
+        if self._recorder.is_time_due(now_ns * 1e-9):
+            self._recorder.time(now_ns * 1e-9, calls_made(self._rings))
         clock = tuple(sample for ring in self._rings for sample in ring.track.clock.drain())
         if 0 < self._save_again_ns <= now_ns:
             self.save_rings()

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
+from keepstep.agent.hearing import Hearing
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.ports import PortSensor
@@ -76,6 +77,9 @@ class Program:
             self._gpus,
             arguments.workers,
             self._ports,
+        )
+        self._hearing = Hearing(
+            arguments.node_rank, arguments.words, arguments.kernel_log, self._agent.pids, self._gpus
         )
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()
@@ -178,6 +182,7 @@ class Program:
             launcher=max(self._parent, 0),
         )
         yield from self._agent.again()
+        yield from self._hearing.again()
         if self._backups is not None:
             yield from self._backups.again()
         if self._echo.endpoints:
@@ -266,6 +271,8 @@ class Program:
             busy = self._agent.poll(time.monotonic_ns())
             if self._agent.has_news() or begun_s >= self._next_beat_s:
                 self._beat(begun_s)
+            for words in self._hearing.poll(begun_s):
+                self._send(words)
         except Exception as error:
             self._failure = error
             self._stop.set()
@@ -328,6 +335,8 @@ class Program:
         self._agent.poll(time.monotonic_ns())
         logger.info("%d rings saved", self._agent.save_rings())
         self._send(self._agent.heartbeat(time.monotonic_ns()))
+        for words in self._hearing.end(time.monotonic()):
+            self._send(words)
         self._send(wire.Bye("the launcher is gone" if orphaned else "told to end", orphaned))
         await self._client.drained(0.5)
         await self._client.close()

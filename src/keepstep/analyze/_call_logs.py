@@ -10,7 +10,7 @@ from keepstep.analyze._episodes import judged, slow_episodes, stalls, stalls_tol
 from keepstep.core.errors import TraceError
 from keepstep.core.incident import Incident
 from keepstep.core.traced_operations import Call
-from keepstep.detect import find_period
+from keepstep.detect.period import find_period
 from keepstep.locate import CallStep, boundaries, locate_by_gaps, split
 from keepstep.traces.call_log import CallLog
 

@@ -244,20 +244,8 @@ class Phases:
             return
         self._compiling_watched = True
 
-        @harmless
-        def begin(_: Any) -> None:
-            if _COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
-                operation = self.recorder.phase(Phase.COMPILE)
-                if operation is not None:
-                    self._open[_COMPILE] = operation
-
-        @harmless
-        def end(_: Any) -> None:
-            operation = self._open.pop(_COMPILE, None)
-            if operation is not None:
-                operation()
-
         def register() -> Callable[[], None]:
+            begin, end = self._compiling, self._compiled
             handler.register_start_callback(begin)
             handler.register_end_callback(end)
 
@@ -268,6 +256,20 @@ class Phases:
             return remove
 
         self._patches.register(register)
+
+    @harmless
+    def _compiling(self, *_: Any) -> None:
+        """Note that the training thread begins to compile; torch 2.7 gives no argument."""
+        if _COMPILE not in self._open and threading.get_ident() == self.recorder.thread:
+            operation = self.recorder.phase(Phase.COMPILE)
+            if operation is not None:
+                self._open[_COMPILE] = operation
+
+    @harmless
+    def _compiled(self, *_: Any) -> None:
+        operation = self._open.pop(_COMPILE, None)
+        if operation is not None:
+            operation()
 
     def _collection_callback(self) -> Callable[[], None]:
         callback = Oldest(self._collecting)

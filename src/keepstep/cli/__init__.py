@@ -14,11 +14,13 @@ USAGE = 2
 
 VERBS = {
     "run": "Run a training job as torchrun does, watch it, and print a verdict when it slows, hangs or dies.",
+    "check": "Say whether this node, or all nodes of a job to be, are fit to train.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
     "ctl": "Suspend, resume, restart or stop a running job by hand.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",
+    "why": "Say why a job failed, who caused it and what to do, from logs of any launcher.",
     "plan": "Say how much of a day a job loses to failures, with and without keepstep.",
     "checkpoint": "Plan how often to save checkpoints; list, verify, export and prune those on storage.",
     "export": "Write a run as a Chrome trace that Perfetto opens.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -10,9 +11,14 @@ from pathlib import Path
 
 from keepstep.analyze import Analysis, analyze, analyze_running
 from keepstep.cli._parsing import Parser, print_json
-from keepstep.core.errors import UsageError
+from keepstep.cli.why import failure_in, page_of
+from keepstep.core.errors import TraceError, UsageError
 from keepstep.core.layout import ParallelLayout
+from keepstep.core.told import Failure, Words
+from keepstep.detect.own_tables import matcher_in_force
+from keepstep.report.failure_page import as_json
 from keepstep.report.verdict import render
+from keepstep.traces.log_text import is_text
 from keepstep.wire.address import parse_address
 
 _ABOUT = (
@@ -24,7 +30,7 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Judge a trace; 1 when something was found."""
     parser = Parser("analyze", _ABOUT)
-    text = "a run, flight-recorder dumps, a training log, call logs, an operation table or an answer of NCCL's RAS"
+    text = "a run, flight-recorder dumps, a log, call logs, an operation table or an answer of NCCL's RAS"
     parser.add_argument("path", type=Path, metavar="PATH", nargs="?", help=text)
     text = "ask NCCL's RAS about a running job (localhost:28028 on its nodes), or read an answer of it"
     parser.add_argument("--ras", metavar="HOST:PORT|FILE", help=text)
@@ -36,14 +42,42 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("analyze wants either PATH or --ras HOST:PORT|FILE")
     layout = ParallelLayout.declared(given.layout) if given.layout else None
     if given.ras is not None and ":" in given.ras and not os.path.lexists(given.ras):
-        analysis = analyze_running(parse_address(given.ras), layout, _wait)
+        analysis, why = analyze_running(parse_address(given.ras), layout, _wait), None
+    elif given.ras is not None:
+        analysis, why = analyze(Path(given.ras), layout), None
     else:
-        analysis = analyze(Path(given.ras or given.path), layout)
+        analysis, why = _analyze(given.path, layout)
     if given.json:
-        print_json({"incidents": analysis.incidents, "missing": analysis.missing})
+        told = {"why": as_json(why[0])} if why else {}
+        print_json({"incidents": analysis.incidents, "missing": analysis.missing, **told})
+    elif why:
+        print(page_of(given.path, *why))
     else:
         _print_text(analysis)
-    return 1 if analysis.incidents else 0
+    return 1 if analysis.incidents or why else 0
+
+
+def _analyze(
+    path: Path, layout: ParallelLayout | None
+) -> tuple[Analysis, tuple[Failure, list[Words]] | None]:
+    """The analysis of a trace, and where that finds nothing the failure that it tells as a log of any launcher."""
+    try:
+        analysis = analyze(path, layout)
+    except TraceError:
+        if (why := _why(path)) is None:
+            raise
+        return Analysis("log", ()), why
+    return analysis, None if analysis.incidents else _why(path)
+
+
+def _why(path: Path) -> tuple[Failure, list[Words]] | None:
+    """The failure that a log tells, with its words; None where it tells of none, or is no log."""
+    if not path.is_file() or not is_text(path):
+        return None
+    with contextlib.suppress(TraceError):
+        failure, words = failure_in(path, matcher_in_force())
+        return (failure, words) if failure.cause_class else None
+    return None
 
 
 def _wait(seconds: float) -> None:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"{job.script}: there is no such script, seen from {Path.cwd()}")
     for text in job.warnings if not job.verbose else (*job.warnings, *job.remarks):
         print(f"keepstep: {text}", file=sys.stderr)
-    hosts_controller = _hosts_controller(job)
+    hosts_controller = addresses.becomes_host(job.rendezvous)
     if hosts_controller and job.elects and run_folder.lives_elsewhere(folder):
         hosts_controller = False  # another node was elected host of this run since
     # Before a folder is made, as this raises UsageError where there is no place for the secret.
@@ -63,25 +63,6 @@ async def _run(
     from keepstep.launch.launcher import Launcher
 
     return await Launcher(job, folder, guard, cookie, environ).run(hosts_controller=hosts_controller)
-
-
-_claims: list[Any] = []  # sockets that claim the controller's place, kept open until the process ends
-
-
-def _hosts_controller(job: Job) -> bool:
-    """Whether this launcher starts the controller: node 0, or the one on the rendezvous endpoint's host."""
-    rendezvous = job.rendezvous
-    if rendezvous.endpoint is None:
-        return True
-    if rendezvous.backend == "static":
-        return rendezvous.node_rank == 0
-    if rendezvous.is_host is not None:
-        return rendezvous.is_host
-    if not addresses.is_this_host(rendezvous.endpoint.host):
-        return False
-    claim = addresses.claim_host(rendezvous.endpoint.port)
-    _claims.append(claim)
-    return claim is not None
 
 
 def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 
 from keepstep.checkpoint.memory.slots import Key
-from keepstep.control.cluster import Cluster, Node
+from keepstep.control.cluster import INSIDE_S, Cluster, Node
 from keepstep.control.effects import Effect, Send
 from keepstep.control.incidents.agents import Agents, Question, probes_of
 from keepstep.control.incidents.case import Desk
@@ -20,6 +20,7 @@ from keepstep.control.incidents.early_slowness import EarlySlowness
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.hang_evidence import Patience
 from keepstep.control.incidents.hang_remedy import HangRemedy
+from keepstep.control.incidents.job_words import JobWords
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.register import Register
@@ -33,7 +34,17 @@ from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.detect.corruption import Compared, Difference
-from keepstep.wire.messages import Checksums, Doubt, Families, Kill, Probed, Profile, States, WhichFamilies
+from keepstep.wire.messages import (
+    Checksums,
+    Doubt,
+    Families,
+    Kill,
+    Probed,
+    Profile,
+    States,
+    WhichFamilies,
+    Words,
+)
 
 _MOST_SLOW_CASES = 16
 _MOST_CORRUPT_CASES = 16
@@ -58,7 +69,10 @@ class Cases:
         )
         patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
         register = Register(settings, cluster, open_cases.reforming, patience, effects, unix_s)
-        self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, patience, unix_s)
+        words = JobWords(unix_s, cluster.moved_on_s)
+        self.desk = Desk(
+            cluster, locators, agents, validations, rank_moves, register, patience, words, unix_s
+        )
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.early = EarlySlowness(cluster)
         self.ignored = 0  # findings that made no sense
@@ -69,6 +83,8 @@ class Cases:
         self._open, self._settings, self._effects = open_cases, settings, effects
         self._remedy: HangRemedy | None = None
         self._waiting_again_s = 0.0  # until then ranks that all wait open no case
+        self._inside_again_s = 0.0  # until then ranks that all are in operations open no case
+        self._inside_pause_s = INSIDE_S  # how long that is after the next look
 
     def restore(self, incidents: Iterable[Incident]) -> None:
         """Continue the incidents that an earlier controller of this run left open."""
@@ -235,24 +251,31 @@ class Cases:
     def watch_waiting(self, now_s: float) -> None:
         """Open a hang's case when all ranks wait for others longer than usual: then none of them is in a pause.
 
-        Less than half of the nodes may be silent: they may be the ones that the others wait for.
+        Less than half of the nodes may be silent: they may be the ones that the others wait for. Before that, where all
+        ranks are in operations: calls that do not fit each other need no patience, in a job's first step as little as
+        later. They are looked for after 3, 6, 12 … s.
         """
         cluster = self.desk.cluster
-        if not cluster.overdue_nodes or self.desk.validations.under_way or self._open.standstill():
-            return
-        if now_s < self._waiting_again_s:
+        if not cluster.inside_nodes:
+            self._inside_again_s, self._inside_pause_s = 0.0, INSIDE_S
+            if not cluster.overdue_nodes:
+                return
+        if self.desk.validations.under_way or self._open.standstill() or now_s < self._waiting_again_s:
             return
         nodes = cluster.nodes.values()
+        if sum(len(node.ranks) for node in nodes) != cluster.known_ranks:
+            return
         heard = sum(node.overdue and not node.mute for node in nodes)
-        if (
-            all(node.overdue or node.mute for node in nodes)
-            and 2 * heard >= len(nodes)
-            and sum(len(node.ranks) for node in nodes) == cluster.known_ranks
-        ):
+        if all(node.overdue or node.mute for node in nodes) and 2 * heard >= len(nodes):
             # By then every node has sent a new heartbeat.
             self._waiting_again_s = now_s + 2 * self._settings.heartbeat_s
             self._open.hang = HangCase(self.desk)
             self._open.hang.all_wait(now_s)
+        elif now_s >= self._inside_again_s and all(node.inside and not node.mute for node in nodes):
+            self._inside_again_s = now_s + self._inside_pause_s
+            self._inside_pause_s *= 2
+            self._open.hang = HangCase(self.desk)
+            self._open.hang.all_inside(now_s)
 
     def _crash_found(self, finding: Finding, now_s: float) -> None:
         if self._open.crash is not None and finding.incarnation < self._open.crash.incarnation:
@@ -298,6 +321,12 @@ class Cases:
         """Give the verdict on the open crash: what the ranks were in is forgotten next."""
         if self._open.crash is not None:
             self._open.crash.decide(now_s)
+        self.desk.words.begin_again(now_s)
+
+    def heard(self, node: Node, words: Words) -> None:
+        """Take what ranks and the kernel of a node have said."""
+        if self.desk.words.heard(node.name, words) and self._open.crash is not None:
+            self._open.crash.heard()
 
     def begin_again(self, how: str) -> None:
         """Note at the open crash that all nodes begin again: that is what was done about it."""
@@ -380,7 +409,7 @@ class Cases:
         if question.kind is Probed:
             probes = probes_of(question)
             self.mitigation.probed(question.number, probes, now_s)
-            for case in (*self._open.slow, self._open.hang):
+            for case in (*self._open.slow, self._open.hang, self._open.crash):
                 if case is not None and case.probing == question.number and not case.closed:
                     case.probed(probes, now_s)
         elif question.kind is States:

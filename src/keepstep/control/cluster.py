@@ -18,6 +18,7 @@ _CLOCK_SAMPLES = 400_000  # kept of all nodes together
 _CLOCK_SAMPLES_OF_NODE = 2048
 _MOST_ENDPOINTS = 4  # addresses kept for probes of one node
 _PLACE = re.compile(r"rank (\d{1,8}) of (\d{1,8})\b")  # what the NCCL shim says of a communicator
+INSIDE_S = 3.0  # time without progress after which ranks in an operation are asked what they have called
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
 
@@ -38,6 +39,7 @@ class Node:
     mute: bool = False  # no heartbeat for a moment
     silent: bool = False  # no heartbeat for longer
     overdue: bool = False  # all its ranks wait for others, longer than usual
+    inside: bool = False  # all its ranks are in operations and have done nothing for `INSIDE_S`
     beat: Heartbeat | None = None
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
@@ -71,6 +73,7 @@ class Cluster:
         self.newest_step = -1
         self.refused_groups = 0
         self.overdue_nodes = 0  # nodes whose ranks all wait for others, longer than usual
+        self.inside_nodes = 0  # nodes whose ranks all are in operations and have done nothing for a while
         self.left: dict[int, Finding] = {}  # ranks that ended with exit code 0, of one incarnation
         self._left_in = -1  # the incarnation of the ranks in ``left``
         self._members = 0
@@ -118,15 +121,33 @@ class Cluster:
         if overdue != node.overdue:
             node.overdue = overdue
             self.overdue_nodes += 1 if overdue else -1
+        inside = len(ranks) > 0 and all(one.in_flight is not None and one.idle_s > INSIDE_S for one in ranks)
+        if inside != node.inside:
+            node.inside = inside
+            self.inside_nodes += 1 if inside else -1
         if beat.clock:
             node.clock.extend(beat.clock)
         if beat.causes:
             node.causes, node.causes_s = beat.causes, now_s
 
+    def moved_on_s(self, name: str) -> float | None:
+        """When the rank of a node that has stood still longest made progress; None where that is not known of each."""
+        for node in self.nodes.values():
+            if node.name == name and node.beat is not None and node.heard_s is not None:
+                known = [
+                    one.idle_s for one in node.beat.ranks if one.watched and one.step >= 0 and one.idle_s > 0
+                ]
+                return node.heard_s - max(known) if known and len(known) == len(node.beat.ranks) else None
+        return None
+
     def plays(self, node: Node, ranks: Iterable[int]) -> None:
         """Note which ranks run on this node."""
         node.ranks = tuple(ranks)
         self._claim(node)
+
+    def node_at_address(self) -> dict[str, str]:
+        """Names of nodes by the addresses at which their agents answer."""
+        return {end.address: node.name for node in self.nodes.values() for end in node.endpoints}
 
     def resize(self, world_size: int) -> None:
         """Note the number of ranks; which node plays them is told next."""
@@ -193,8 +214,8 @@ class Cluster:
             elif names.get(rank, node.name) != node.name:
                 self.nodes[rank] = Node(rank, names[rank], clock=deque(maxlen=self._window()))
             else:
-                node.beat, node.overdue, node.left, node.lost_s = None, False, False, None
-        self.overdue_nodes = 0
+                node.beat, node.overdue, node.inside, node.left, node.lost_s = None, False, False, False, None
+        self.overdue_nodes = self.inside_nodes = 0
         self.left.clear()
         self.groups.clear()
         self.communicators.clear()

@@ -17,7 +17,7 @@ from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.membership.council import Councils
-from keepstep.control.membership.ending import Ending
+from keepstep.control.membership.ending import Ending, exit_code_of
 from keepstep.control.membership.job_state import JobStates
 from keepstep.control.membership.node_names import NodeNames
 from keepstep.control.membership.pauses import Growth, OperatorOrders, Pauses, RankMoves
@@ -63,6 +63,7 @@ from keepstep.wire.messages import (
     States,
     Stop,
     Validate,
+    Words,
 )
 
 _MOST_TEXT = 500  # characters kept of a message about a failure
@@ -99,7 +100,8 @@ class Controller:
         self._effects: list[Effect] = []  # what is to be done, in order; every part adds to it
         self.peers = Peers(settings, self.cluster, self.rendezvous, self._effects, pid)
         self.placing = Placing(
-            *(self.cluster, self.rendezvous, self.councils, self.peers, self.ending, self._effects)
+            *(self.cluster, self.rendezvous, self.councils, self.peers, self.ending, self._effects),
+            admission=self.admission,
         )
         spending = Spending(settings.restart_budget, unix_s)
         self.reforming = Reforming(self.rendezvous, settings, self.peers.is_heard, spending)
@@ -233,9 +235,6 @@ class Controller:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
 
-    def _answered(self, node: Node, message: Profile | States | Probed, now_s: float) -> None:
-        self.cases.answered(node, message, now_s)
-
     def _tested(self, node: Node, message: Held | Measured, now_s: float) -> None:
         self.cases.desk.validations.told(node, message, now_s)
 
@@ -258,17 +257,15 @@ class Controller:
 
     def _heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> None:
         node = self.peers.heartbeat(sender, beat, now_s)
-        if node is not None and node.overdue:
+        if node is not None and (node.overdue or node.inside):
             self.cases.watch_waiting(now_s)
         if node is not None and beat.notices:
             self._effects += map(Tell, self.notices.fresh(beat.notices, now_s))
 
     def _join(self, sender: Peer, join: Join, now_s: float) -> None:
         peer = sender.number
-        if sender.launcher is None:
-            self.peers.refuse(peer, "only launchers join")
-            return
-        if reason := self.admission.objection(join):
+        reason = self.admission.objection(join) if sender.launcher else "only launchers join"
+        if reason or sender.launcher is None:
             self.peers.refuse(peer, reason)
             return
         if name := self.names.another(join):
@@ -400,15 +397,14 @@ class Controller:
             if sender.node is not None:
                 self.cases.finished(sender.node, ended.incarnation, now_s)
         elif self.ending.stop is None:
-            who = "" if ended.by_operator else f"node {sender.launcher.node} failed: "
-            self._end_job(End(ended.exit_code, who + ended.message, ended.by_operator), now_s)
+            who = "" if ended.by_operator or ended.kind else f"node {sender.launcher.node} failed: "
+            self._end_job(End(ended.exit_code, who + ended.message, ended.by_operator, ended.kind), now_s)
         self._consider_over(now_s)
 
     def _bye(self, sender: Peer, bye: Bye, now_s: float) -> None:
-        node = sender.node
+        node, plays = sender.node, self.rendezvous.placements.items()
         if node is not None and bye.orphaned:
             # The node does not leave the job: it is lost, and nothing more will come from it.
-            plays = self.rendezvous.placements.items()
             for launcher in [one for one, placement in plays if placement.node_rank == node.rank]:
                 self.reforming.orphaned(launcher)
             return
@@ -431,8 +427,8 @@ class Controller:
 
     def _end_job(self, end: End, now_s: float) -> None:
         """End the job: all nodes end with the exit code of the first failure."""
-        code = end.exit_code if end.by_operator else self.cases.exit_code(now_s) or end.exit_code
-        stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator)
+        code = exit_code_of(end, self.cases.exit_code(now_s))
+        stop = Stop(code, end.reason[:_MOST_TEXT], end.by_operator, end.kind)
         self.ending.begin(stop)
         self.reforming.over()
         self._pauses.give_up("the job ends")
@@ -482,10 +478,13 @@ class Controller:
         Kept: _kept,
     }
     _FROM_NODES: ClassVar[_Handlers] = {
-        **dict.fromkeys((Profile, States, Probed), _answered),
+        **dict.fromkeys(
+            (Profile, States, Probed), lambda self, one, it, at: self.cases.answered(one, it, at)
+        ),
         **dict.fromkeys((Held, Measured), _tested),
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
+        Words: lambda self, node, message, now_s: self.cases.heard(node, message),
         Inventory: lambda self, node, message, now_s: self.backups.heard(node, message),
         **dict.fromkeys((Families, Checksums), lambda self, one, told, at: self.cases.compare(one, told, at)),
     }

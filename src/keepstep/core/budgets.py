@@ -20,7 +20,22 @@ LEFT_EARLY = "left with exit code 0 while others were still training"
 """The error of a rank that has ended well too early, where the errors of all others only tell of it."""
 # Addresses, processes and times differ in equal errors.
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+# Errors of a program that no node, network or storage makes.
+_OF_THE_PROGRAM = re.compile(
+    r"^(?:Type|Attribute|Name|UnboundLocal|Key|Index|Value|Assertion|ZeroDivision|NotImplemented|Recursion)Error\b"
+    r"|\bshapes? |size mismatch|sizes? of tensor|to have the same (?:dtype|device)|on the same device|state_dict"
+)
 _MOST_QUOTED = 120  # characters of an error
+# Kinds of the tables in `detect/tables`. Errors that every restart meets again:
+_VAIN = {
+    "import": "an import that is not there",
+    "syntax": "an error in the program's text",
+    "library-missing": "a library that is not there",
+}
+OUT_OF_GPU_MEMORY = "gpu-oom"
+STORAGE = frozenset({"no-space", "quota", "stale-handle", "read-only", "not-mounted", "io-error"})
+"""Kinds of errors of storage, which others may mend while the job waits."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,7 @@ class Cause:
     step: int = -1  # steps that the rank had finished; -1: not known
     error: str = ""
     by_keepstep: bool = False  # whether keepstep ended the process itself: no budget counts that
+    kind: str = ""  # kind of the error where a decision hangs on it (`detect.error_kind`), else empty
 
     @property
     def is_echo(self) -> bool:
@@ -111,18 +127,32 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
     if last.by_keepstep:
         return None
     causes = [cause for cause in causes if not cause.by_keepstep]
+    # What has run once can be imported: if it cannot later, something is wrong with a node, or with storage.
+    if limits.same and len(causes) == 1 and (vain := _VAIN.get(last.kind)):
+        return Refusal(
+            f"rank {last.rank} on node {last.node} has failed with {vain} ({_quoted(last)}): "
+            f"every restart would meet it again; mend that, or allow restarts with {FLAG} same=0"
+        )
     if limits.same and sum(_same(cause, last) for cause in causes) >= limits.same:
-        error = last.error if len(last.error) <= _MOST_QUOTED else f"{last.error[:_MOST_QUOTED]}…"
+        error = _quoted(last)
         when = f"at step {last.step}" if last.step > 0 else "before its first step"
         times = {1: "once", 2: "twice"}.get(limits.same, f"{limits.same} times")
         what = f"has failed {times} {when} with the same error ({error})"
         if last.error == LEFT_EARLY:
             what = f"has left with exit code 0 {when} {times} while others were still training"
+        others = (
+            ", as another before it," if any(_same(c, last) and c.rank != last.rank for c in causes) else ""
+        )
         return Refusal(
-            f"rank {last.rank} on node {last.node} {what}: "
+            f"rank {last.rank} on node {last.node}{others} {what}: "
             f"a restart would not help; mend that, or allow it with {FLAG} same=0"
         )
     recent = [cause for cause in causes if cause.at_s > last.at_s - WINDOW_S]
+    if limits.same and last.kind == OUT_OF_GPU_MEMORY and sum(one.kind == last.kind for one in recent) > 1:
+        return Refusal(
+            f"GPU memory was used up twice within an hour, at last on rank {last.rank} on node {last.node} "
+            f"({_quoted(last)}): a restart would not help; use less, or allow it with {FLAG} same=0"
+        )
     of_node = [cause for cause in recent if cause.node == last.node]
     of_rank = [cause for cause in of_node if cause.rank == last.rank >= 0]
     for name, limit, who, node, count in (
@@ -136,13 +166,29 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
     return None
 
 
-def _same(one: Cause, last: Cause) -> bool:
-    """Whether both are failures of one rank, at one step, with one error.
+def pause_s(causes: Sequence[Cause]) -> float:
+    """How long to wait before the restart for the last of ``causes``: longer each time that storage failed lately."""
+    last = causes[-1]
+    if last.kind not in STORAGE:
+        return 0.0
+    times = sum(one.kind in STORAGE and one.at_s > last.at_s - WINDOW_S for one in causes)
+    return min(_FIRST_PAUSE_S * 2.0 ** (times - 1), _LONGEST_PAUSE_S)
 
-    An echo is nobody's own error, and a death without an error may have any cause.
+
+def _quoted(cause: Cause) -> str:
+    return cause.error if len(cause.error) <= _MOST_QUOTED else f"{cause.error[:_MOST_QUOTED]}…"
+
+
+def _same(one: Cause, last: Cause) -> bool:
+    """Whether both are failures at one step, with one error: of one rank, or of any.
+
+    An error of all ranks is told of whichever was first. Before the first step another rank may have met what another
+    node lacks: there only errors that are a program's own count for all. An echo is nobody's own error, and a death
+    without an error may have any cause.
     """
     return (
-        one.rank == last.rank >= 0
+        min(one.rank, last.rank) >= 0
+        and (one.rank == last.rank or last.step > 0 or bool(_OF_THE_PROGRAM.search(last.error)))
         and one.step == last.step >= 0
         and bool(last.error)
         and not last.is_echo

@@ -18,10 +18,12 @@ from typing import Any, cast
 
 from keepstep.core.errors import UsageError
 from keepstep.core.home import home_folder
+from keepstep.core.regular_files import read_regular
 
 Value = str | int | float | bool
 
 CONFIG_FILE = "KEEPSTEP_CONFIG"
+_MOST_BYTES = 16 << 20
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -74,8 +76,10 @@ def config_path(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+def read_file(
+    path: Path, advice: str = f"correct the file or point {CONFIG_FILE} at another"
+) -> dict[str, Any]:
+    """The tables of a TOML file. ``advice``: what to do about one that is wrong.
 
     Raises:
         UsageError: the file cannot be read or is no TOML.
@@ -86,10 +90,10 @@ def read_file(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError:
         import tomli as tomllib  # pyright: ignore[reportMissingImports]
     try:
-        with open(path, "rb") as file:
-            return cast("dict[str, Any]", tomllib.load(file))  # pyright: ignore[reportUnknownMemberType]
+        text = read_regular(path, _MOST_BYTES).decode()
+        return cast("dict[str, Any]", tomllib.loads(text))  # pyright: ignore[reportUnknownMemberType]
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}; correct the file or point {CONFIG_FILE} at another") from None
+        raise UsageError(f"{path}: {error}; {advice}") from None
 
 
 def resolve(

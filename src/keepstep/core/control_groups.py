@@ -14,6 +14,14 @@ PROC = Path("/proc")
 ROOT = Path("/")
 
 
+def groups_of(pid: int, proc: Path = PROC) -> bytes:
+    """The control groups that a process is in, as the kernel tells them; empty where it cannot be read."""
+    try:
+        return (proc / str(pid) / "cgroup").read_bytes()
+    except OSError:
+        return b""
+
+
 def folders(
     controller: str,
     pid: int | None = None,

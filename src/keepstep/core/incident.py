@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-INCIDENT_SCHEMA = 1
+from keepstep.core.told import CauseClass
+
+INCIDENT_SCHEMA = 2
 
 IncidentKind = Literal["slow", "hang", "crash", "desync", "corrupt"]
 Confidence = Literal["high", "medium", "low"]
@@ -101,6 +103,38 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
+class SpokenLine:
+    """A line of a rank, a node's kernel or a launcher."""
+
+    text: str
+    rank: int | None = None
+    node: str = ""
+    source: str = ""  # the log's name
+    number: int = 0  # number of the line in its log, from 1
+    unix_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Why processes died, as the words of ranks and of the nodes' kernels tell (``docs/design/why.md``)."""
+
+    cause_class: CauseClass  # a class of TRANSOM's table I
+    kind: str  # the finer kind within the class; "echo-only", "timeout-only": nobody told a cause
+    title: str
+    confidence: Confidence
+    advice: str = ""
+    row: str = ""  # the row of the tables that the first line matches
+    first: SpokenLine | None = None  # the line that tells the cause
+    then: tuple[SpokenLine, ...] = ()  # what was told of the same cause later
+    following: int = 0  # how many lines only tell of others
+    following_ranks: tuple[int, ...] = ()  # ranks whose lines only tell of others
+    missing: tuple[str, ...] = ()  # what would tell more
+    path: str = ""  # the file or folder that it is about
+    tables: str = ""  # version of keepstep's tables
+    followed: tuple[SpokenLine, ...] = ()  # the first lines that only tell of others, one of each rank
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """One incident of a run, from onset to relief. Times are Unix seconds on the controller's host."""
 
@@ -132,6 +166,7 @@ class Incident:
     events: tuple[Event, ...] = ()
     next_action: str = ""  # what will be done about the incident next, if nothing changes
     next_unix_s: float | None = None  # when `next_action` is due; None when it has no time
+    cause: FailureCause | None = None  # where processes died, and words tell why; since schema 2
     schema: int = INCIDENT_SCHEMA
 
     @property

@@ -74,7 +74,7 @@ _TORCHS = re.compile(r"(^|[.:])(RuntimeError|Dist\w*Error)$|::")
 _RANKS = r"\d{1,7}(?:, ?\d{1,7})*"
 _NAMED = (
     re.compile(rf"\branks? ({_RANKS}) failed to pass", re.IGNORECASE),
-    re.compile(rf"missing_ranks=\[({_RANKS})\]"),
+    re.compile(rf"missing[_ ]ranks(?:=\[|: )({_RANKS})\]", re.IGNORECASE),
     re.compile(rf"\[({_RANKS})\] finished collective #\d+, but didn't join", re.IGNORECASE),
 )
 

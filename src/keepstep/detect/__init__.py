@@ -5,5 +5,4 @@
 from keepstep.detect.changepoint import ChangeKind, ChangePoint, ChangePointDetector, change_points
 from keepstep.detect.host_causes import host_cause
 from keepstep.detect.no_progress import HangDetector, NoProgress
-from keepstep.detect.period import find_period
 from keepstep.detect.stillness import Activity, StillnessJudge, is_served

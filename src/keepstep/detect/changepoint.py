@@ -131,35 +131,36 @@ class ChangePointDetector:
 
     def _absorb(self) -> None:
         """Let iterations old enough not to belong to an undetected change into level and residuals."""
-        lag = min(_REACH, max(3, len(self._level) // 3))
+        level_values, residuals = self._level.values, self._residuals.values
+        lag = min(_REACH, max(3, len(level_values) // 3))
         if self._healthy < math.inf and len(self._waiting) > 3:
             latest = median(value for _, value in islice(reversed(self._waiting), 3))
             if self._level.median() - latest > _DOUBT * self._scale:
                 # A slowdown may have been treated already: level and noise must not mix two regimes.
                 lag = _REACH
-        while len(self._waiting) > lag or (self._waiting and len(self._level) < 3):
+        while len(self._waiting) > lag or (self._waiting and len(level_values) < 3):
             index, seconds = self._waiting.popleft()
             self._level.push(seconds, index)
-            if len(self._level) < 4:
+            if len(level_values) < 4:
                 continue
             level = self._level.median()
             residual = seconds - level
             # Spikes of one or two iterations (garbage collection, checkpoint) say nothing about the tail that runs of
             # iterations are judged by.
             wide = 3 * self._scale
-            lone = len(self._residuals) >= 20 and abs(residual) > 2 * wide > 0
+            lone = len(residuals) >= 20 and abs(residual) > 2 * wide > 0
             if lone:
                 before = _leading(self._last_residuals, wide)
                 lone = before + _leading([value - level for _, value in islice(self._waiting, 2)], wide) <= 1
             if not lone:
                 self._residuals.push(residual, index)
-                if len(self._residuals) < 64 or index % 8 == 0:
+                if len(residuals) < 64 or index % 8 == 0:
                     self._refresh()
                 self._correlation.push(residual, self._scale)
             self._last_residuals = (residual, self._last_residuals[0])
-            if len(self._level) > self._anchor_count and self._anchor_count < 64:
-                self._anchor, self._anchor_count = level, len(self._level)
-            if not lone and _TOLD < len(self._residuals) <= 2 * _TOLD:
+            if len(level_values) > self._anchor_count and self._anchor_count < 64:
+                self._anchor, self._anchor_count = level, len(level_values)
+            if not lone and _TOLD < len(residuals) <= 2 * _TOLD:
                 self._part()
 
     def _part(self) -> None:
@@ -221,8 +222,8 @@ class ChangePointDetector:
 
     def _test(self, seconds: float) -> ChangePoint | None:
         """Look at the latest runs on the side of the level on which the newest iteration lies."""
-        count = len(self._level)
-        if count < 3 or len(self._residuals) < _TOLD:
+        count = len(self._level.values)
+        if count < 3 or len(self._residuals.values) < _TOLD:
             return None
         level = self._level.median()
         sign = 1.0 if seconds > level else -1.0
@@ -305,13 +306,12 @@ class ChangePointDetector:
         self._last_residuals = (0.0, 0.0)
 
     def _recent_level(self) -> float:
-        return median(value for _, value in list(self._recent)[-_DRIFT:])
+        return median([value for _, value in list(self._recent)[-_DRIFT:]])
 
     def _drift(self) -> ChangePoint | None:
         """Compare the recent level with the one last reported: small changes must not add up unseen."""
         if self._min_change == 0 or self._index % 4 or self._anchor_count < 32 or len(self._recent) < _DRIFT:
             return None
-        values = list(self._recent)
         level = self._recent_level()
         moved = abs(level - self._anchor)
         if moved < self._min_change * min(self._anchor, level):
@@ -320,6 +320,7 @@ class ChangePointDetector:
         error = self._calm_error * math.sqrt(1 / _DRIFT + 1 / self._anchor_count)
         if moved < 5 * error:
             return None
+        values = list(self._recent)
         taken = values[_split(values, self._anchor, level) :]
         before, self._anchor, self._anchor_count = self._anchor, level, len(taken)
         self._healthy = before if level > before else math.inf

@@ -88,9 +88,8 @@ def inflation(rates: tuple[float, float], length: int) -> float:
     top of a slow wander hides in lag 1.
     """
     near, slow = rates
-    total, quick, lasting = 0.0, near, near
-    for lag in range(1, length):
-        total += (1 - lag / length) * max(quick, lasting)
-        quick *= near
-        lasting *= slow
-    return 1 + 2 * total
+    slower = max(near, slow)
+    # The sum over all lags of (1 - lag / length) * slower ** lag.
+    rest = 1 - slower
+    total = slower * (length * rest - (1 - slower**length)) / (length * rest * rest)
+    return 1 + 2 * total * near / slower if near > 0 else 1.0

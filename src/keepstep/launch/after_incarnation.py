@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
+import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from keepstep.core.budgets import Cause
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.launch.command import addresses
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import EndedEarly, Outcome, Parts
+from keepstep.launch.signals import TERMINATED, Ending, end_time, restart_is_vain
+from keepstep.launch.termination_log import leave_message
 from keepstep.launch.workers import incarnation, root_cause
 
 _EXIT_BARRIER_S = 300.0
@@ -35,25 +38,45 @@ async def after(parts: Parts, follow: Callable[[], None], outcome: Outcome, plac
     together = job.rendezvous.endpoint is not None and job.max_restarts > 0
     if together or (outcome.kind == "halted" and parts.course.link):
         return await after_all_nodes(parts, follow, outcome, place)
-    return _after_one_node(parts, outcome, place)
+    return await _after_one_node(parts, outcome, place)
 
 
-def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place | Outcome:
+async def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place | Outcome:
     """A restart on this node while ``--max-restarts`` and the budgets allow one."""
     run, crew = parts.run, parts.crew
     if outcome.kind != "failed":
         return outcome
-    if not may_follow(parts, outcome, place):
-        return _explain(parts, outcome)
     assert crew.workers is not None
     blamed = crew.workers.blamed
+    if parts.course.ended_by_scheduler(blamed.status):
+        return parts.course.signal_outcome()
+    if not may_follow(parts, outcome, place):
+        return _explain(parts, outcome)
+    if restart_is_vain(end_time(os.environ, run.job.end_unix_s), time.time(), blamed.status):
+        ended, why = _explain(parts, outcome), "the job's time is over: a restart would be in vain"
+        run.warn(why)
+        # The scheduler has sent the signal to the worker, and not to us.
+        if blamed.status in TERMINATED:
+            parts.course.ending = parts.course.ending or Ending(signal.SIGTERM, why, "time-limit")
+            ended = replace(ended, code=TEMPORARY_FAILURE)
+        return replace(ended, reason=f"{why}; {ended.reason}")
     if refused := crew.restarts.refused(cause_of(parts, blamed)):
         ended = _explain(parts, outcome)
         run.warn(refused.reason)
         return replace(ended, reason=refused.reason)
-    run.say(f"rank {blamed.rank}: {blamed.text}; restart {place.restarts + 1} of {run.job.max_restarts}")
+    wait_s = crew.restarts.pause_s
+    when = f" in {wait_s:.0f} s, as storage may be mended until then" if wait_s else ""
+    run.say(
+        f"rank {blamed.rank}: {blamed.text}; restart {place.restarts + 1} of {run.job.max_restarts}{when}"
+    )
     parts.checks.unfit()  # its warnings count; there is no other node to go to
     parts.course.renew()
+    if wait_s:
+        try:
+            await parts.course.until(asyncio.sleep(wait_s))
+        except EndedEarly as early:
+            _explain(parts, outcome)
+            return early.outcome
     port = run.job.master_port or addresses.free_port("127.0.0.1")
     return replace(place, incarnation=place.incarnation + 1, master_port=port)
 
@@ -71,7 +94,9 @@ async def after_all_nodes(
             return outcome
     elif outcome.kind not in ("failed", "halted") or course.signalled:
         # A signal that comes while workers are halted for the next incarnation ends the job all the same.
-        return course.signal_outcome() if outcome.kind == "halted" else outcome
+        failed = parts.crew.failures[0].status if outcome.kind == "failed" and parts.crew.failures else 0
+        by_signal = outcome.kind == "halted" or course.ended_by_scheduler(failed)
+        return course.signal_outcome() if by_signal else outcome
     course.renew()
     course.has_parted = False
     workers = parts.crew.workers
@@ -79,6 +104,7 @@ async def after_all_nodes(
     blamed = workers.blamed if workers and outcome.kind == "failed" else workers and workers.first_left
     if blamed is not None:
         tell_failed(parts, blamed)
+        await parts.checks.about(blamed.text)
     link.send(link.member.halted(parts.checks.unfit(), parts.caching.rigid(place)))
     follow()
     try:
@@ -135,7 +161,7 @@ def _explain(parts: Parts, outcome: Outcome) -> Outcome:
     assert workers is not None
     root = root_cause.first(workers.failures)
     blamed, report = workers.blamed, root_cause.render(job.script, job.node, workers.failures, workers.left)
-    print(report, file=sys.stderr, flush=True)
+    parts.run.show(report)
     if target := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         root_cause.hand_up(root, target)
     then = "" if blamed is root else f"; then rank {root.rank}: {root.text}"
@@ -161,7 +187,9 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code
     if controller.is_here:
-        run.ended(code, outcome.reason)
+        run.ended(code, outcome.reason, course.kind_of(outcome))
+    if code:
+        leave_message(run.job.termination_log, f"keepstep: exit code {code}: {outcome.reason}")
     return code
 
 
@@ -183,7 +211,7 @@ async def _part(parts: Parts, outcome: Outcome) -> None:
     if outcome.kind == "failed" and course.place is not None and not course.signalled:
         await _until_killed(parts, [parts.controller.begun()], parts.run.job.linger_s)
     if course.link:
-        course.link.send(course.link.member.ended(outcome.code, outcome.reason))
+        course.link.send(course.link.member.ended(outcome.code, outcome.reason, course.kind_of(outcome)))
         await course.link.drained(_DRAIN_S)
         if course.place is None and not course.job_over.is_set():
             await course.link.unseated(_DRAIN_S)

@@ -84,7 +84,7 @@ class Orders:
     def _on_stop(self, stop: Stop) -> None:
         course = self._course
         course.stop_code = 0 if self._is_spare else stop.exit_code
-        course.stopped_by_hand = stop.by_operator
+        course.stopped_by_hand, course.stop_kind = stop.by_operator, stop.kind
         course.job_over.set()
         self._parts.controller.may_end()
         course.settle(Outcome("stopped", course.stop_code, stop.reason))

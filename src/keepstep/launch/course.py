@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from keepstep.core.exit_codes import TEMPORARY_FAILURE, SchedulersKind
 from keepstep.core.finding import Finding
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.hosting import Hosting
@@ -15,6 +16,7 @@ from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.agent_process import Watching
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks
+from keepstep.launch.signals import TERMINATED, Ending
 from keepstep.launch.workers.incarnation import Crew
 
 if TYPE_CHECKING:
@@ -55,9 +57,11 @@ class Course:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.kill_now = asyncio.Event()  # set when the operator is impatient: nothing is waited for
         self.signalled: signal.Signals | None = None  # the first signal that the launcher was sent
+        self.ending: Ending | None = None  # what that signal means
         self.job_over = asyncio.Event()  # the controller has said that the job ends
         self.stop_code = 0  # exit code of the job, as the controller has said it
         self.stopped_by_hand = False  # an operator has ended the job
+        self.stop_kind: SchedulersKind = ""  # how the scheduler has, as the controller has said it
         # This node has begun to part: it says that its workers ended, and waits for the others.
         self.has_parted = False
 
@@ -75,7 +79,18 @@ class Course:
         """The outcome that the first signal brings; called only after one."""
         number = self.signalled
         assert number is not None
-        return Outcome("signal", 128 + number, f"signal {number.name}", number)
+        ending = self.ending or Ending(number, f"signal {number.name}")
+        return Outcome("signal", ending.exit_code, ending.text, number)
+
+    def kind_of(self, outcome: Outcome) -> SchedulersKind:
+        """How the scheduler has ended the job, as this node or another was told; empty: it has not."""
+        if outcome.code != TEMPORARY_FAILURE:
+            return ""
+        return self.ending.kind if self.ending else self.stop_kind
+
+    def ended_by_scheduler(self, status: int) -> bool:
+        """Whether the scheduler ends the job, and a worker that ended with ``status`` may have ended of that."""
+        return bool(self.ending and self.ending.kind) and status in TERMINATED
 
     def renew(self) -> None:
         """Have no outcome again, because another incarnation may follow."""

@@ -7,7 +7,9 @@ the console. Watching is optional: what fails of it is said once, and the job ru
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.process_mark import machine_mark
 from keepstep.core.ranges import fold_ranks
+from keepstep.launch import signals
 from keepstep.launch.after_incarnation import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
@@ -30,7 +33,7 @@ from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.agent_process import Watching
 from keepstep.launch.node.node_cache import NodeCache
-from keepstep.launch.node.node_checks import NodeChecks, versions
+from keepstep.launch.node.node_checks import NodeChecks, alike, versions
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers
@@ -57,7 +60,7 @@ class Launcher:
             self._run,
             self._caching,
             where=lambda: (course.place, self._controller.at),
-            workers=lambda: self._crew.pids,
+            workers=lambda: self._crew.workers,
         )
         self._controller = Hosting(
             self._run,
@@ -93,7 +96,7 @@ class Launcher:
             self._run.warn(str(error))
             outcome = Outcome("failed", CANNOT_START, str(error))
         await self._crew.end(signal.SIGTERM, self._course.kill_now)
-        self._crew.close()
+        await self._crew.close()
         self._orders.unwatch_lease()
         return await say_goodbye(self._parts, outcome)
 
@@ -135,6 +138,7 @@ class Launcher:
             max_nodes=job.max_nodes,
             max_restarts=job.max_restarts if rendezvous.endpoint else 0,
             versions=versions(job) if job.check else (),
+            alike=alike(job) if job.check else (),
             checks=self._checks.found,
             hosts_controller=self._controller.is_here,
         )
@@ -214,7 +218,7 @@ class Launcher:
         for child in await self._crew.end(outcome.number, course.kill_now):
             self._run.warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
         await sweep(self._parts)
-        self._crew.following.stop()
+        await self._crew.shown()
 
     def _describe(self) -> None:
         controller = self._controller
@@ -231,13 +235,42 @@ class Launcher:
             # A signal that nohup has the launcher ignore stays ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
+        for number in set(signals.WARNINGS).difference(self._job.signals):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                loop.add_signal_handler(number, self._on_warning, number)
+        if signal.getsignal(signal.SIGWINCH) == signal.SIG_DFL:
+            loop.add_signal_handler(signal.SIGWINCH, self._crew.resized)
+        signals.watch((*self._job.signals, *signals.WARNINGS))
 
     def _on_signal(self, number: signal.Signals) -> None:
         course = self._course
         if course.outcome.done() and number == signal.SIGINT:
             course.kill_now.set()  # a second Ctrl-C, or a first one while the job ends anyway
+        if course.signalled is None:
+            end_s = signals.end_time(os.environ, self._job.end_unix_s)
+            said = self._crew.said
+            course.ending = signals.ending(number, signals.sender_of(number), end_s, time.time(), said)
+            self._run.say(f"{course.ending.text}: the job ends")
+            # A worker that had failed of its own before did not end because of this.
+            is_cause = all(one.status in signals.TERMINATED for one in self._crew.failures)
+            if course.link and course.ending.kind and is_cause:
+                row = signals.ROWS[course.ending.kind]
+                course.link.send(course.link.member.told_to_end(row, course.ending.text, time.time()))
         course.signalled = course.signalled or number
         course.settle(course.signal_outcome())
+
+    def _on_warning(self, number: signal.Signals) -> None:
+        """Pass a signal on that is meant for the workers: by default it would end launcher and workers."""
+        workers = self._crew.workers
+        told = signals.pass_on(number, workers.pids) if workers is not None else []
+        sender = signals.sender_of(number)
+        said = f"{number.name} from {sender}" if sender is not None else number.name
+        whom = (
+            f"passed on to rank{'s' if len(told) > 1 else ''} {fold_ranks(told)}"
+            if told
+            else "no worker handles it"
+        )
+        self._run.say(f"{said}: {whom}; the job goes on")
 
     def _on_failure(self, failure: root_cause.Failure) -> None:
         self._checks.failed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
 from keepstep.launch.workers.processes import Processes
 
+_GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
+
 
 class LocalRun:
     """The job, its run folder, the file with its secret, and the launcher's children."""
@@ -33,7 +36,15 @@ class LocalRun:
 
     def warn(self, text: str) -> None:
         """Print a line on stderr, also with ``--quiet``."""
-        print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
+        self.show(f"keepstep: {one_line(text)}")
+
+    def show(self, text: str) -> None:
+        """Print on stderr. That nobody reads there any more, as of a terminal that was closed, stops nothing."""
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError as error:
+            if error.errno in _GONE:  # else what is left in its buffer would make the exit code 120
+                sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def say(self, text: str) -> None:
         """Print a line on stderr, but not with ``--quiet``."""
@@ -73,9 +84,11 @@ class LocalRun:
         }
         self._write("run.json", described)
 
-    def ended(self, exit_code: int, reason: str) -> None:
-        """Write ``end.json``: how the run ended."""
-        self._write("end.json", {"exit_code": exit_code, "reason": reason, "ended_unix_s": time.time()})
+    def ended(self, exit_code: int, reason: str, kind: str = "") -> None:
+        """Write ``end.json``: how the run ended. ``kind``: of class "other", where the scheduler has ended it."""
+        cause = {"cause": {"class": "other", "kind": kind}} if kind else {}
+        ended = {"exit_code": exit_code, "reason": reason, "ended_unix_s": time.time(), **cause}
+        self._write("end.json", ended)
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
         try:

@@ -14,11 +14,13 @@ from keepstep.locate._launched import (
     worded,
 )
 from keepstep.locate._paths import with_probes
+from keepstep.locate.blamed_by_words import blame_by_words
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets
 from keepstep.locate.crash import locate_crash
 from keepstep.locate.hang import locate_hang
 from keepstep.locate.infer import declared_layout, infer_layout, layout_of
+from keepstep.locate.mismatch import calls_differ
 from keepstep.locate.slow import locate_slow
 from keepstep.locate.slow_blocks import blocks_wanted, sharpen
 from keepstep.locate.waits import hidden_waits, waits_recorded, waits_seen

@@ -32,6 +32,7 @@ class Profile:
     optimizer_s: Floats
     gc_s: Floats
     ahead_s: Floats  # how far the host is before the GPU at the end; below 0: the times are the host's
+    most_ahead_s: Floats  # how far the host was ahead in the iteration in which it was furthest
     noise_s: Floats  # robust standard deviation of self_s from iteration to iteration
 
     def at(self, ranks: Ints) -> Profile:
@@ -54,6 +55,7 @@ def profile(summaries: Sequence[IterationSummary]) -> Profile:
     median = np.median if whole else np.nanmedian  # the latter takes ten times as long
     medians: dict[str, Floats] = {}
     noise: Floats = np.zeros(len(known))
+    most_ahead: Floats = np.zeros(len(known))
     for name in FIELDS:
         values = column(summaries, name).astype(np.float64)[order]
         table = np.full((len(known), width), np.nan)
@@ -62,4 +64,6 @@ def profile(summaries: Sequence[IterationSummary]) -> Profile:
         medians[name] = middle
         if name == "self_s" and width:
             noise = MAD_TO_SIGMA * median(np.abs(table - middle[:, None]), axis=1)
-    return Profile(ranks=known, counts=counts, noise_s=noise, **medians)
+        if name == "ahead_s" and width:
+            most_ahead = np.nanmax(table, axis=1)
+    return Profile(ranks=known, counts=counts, most_ahead_s=most_ahead, noise_s=noise, **medians)

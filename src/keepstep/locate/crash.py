@@ -91,8 +91,10 @@ def locate_crash(evidence: Evidence) -> Diagnosis:
     if named := _diagnose_named(deaths):
         return named
     asked = [one for one in deaths.of("unclear") if was_asked(one)]
-    if asked and 2 * len(asked) <= len(evidence.nodes):
+    if len(asked) == 1 and 2 * len(asked) <= len(evidence.nodes):
         return _diagnose_own(deaths, asked)
+    if asked:
+        return _diagnose_asked(deaths, asked)
     return _diagnose_unknown(deaths)
 
 
@@ -332,6 +334,19 @@ def _diagnose_named(deaths: _Deaths) -> Diagnosis | None:
     missing = (f"what {_ranks(named)} did: no operation is known that lacks it",)
     summary = f"{_ranks([one.rank for one in victims])} gave up waiting for {_ranks(named)}"
     return Diagnosis("crash", culprits, tuple(sorted(died - named)), lines, missing, summary)
+
+
+def _diagnose_asked(deaths: _Deaths, asked: Sequence[Finding]) -> Diagnosis:
+    """Several were sent SIGTERM, SIGINT or SIGHUP, not by keepstep: somebody ends the job, or what a node has of it."""
+    unknown = _diagnose_unknown(deaths)
+    how = "/".join(sorted({how_it_died(one) for one in asked}))
+    told = f"{_ranks([one.rank for one in asked])} {how}: sent from outside, as by a scheduler"
+    return replace(
+        unknown,
+        evidence=(told, *unknown.evidence),
+        missing=("who sent the signal", *unknown.missing[1:]),
+        summary=f"{_ranks([one.rank for one in asked])} {how}, from outside",
+    )
 
 
 def _diagnose_unknown(deaths: _Deaths) -> Diagnosis:

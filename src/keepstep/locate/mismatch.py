@@ -6,14 +6,14 @@ always the one that differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.group_names import shown_name
 from keepstep.core.incident import Confidence, Diagnosis
-from keepstep.core.summary import RankState
+from keepstep.core.summary import GroupInfo, RankState
 from keepstep.locate._calls import (
     Aspect,
     Call,
@@ -38,7 +38,21 @@ _DIFFER: dict[Aspect, str] = {
     "element": "element types differ",
     "reduction": "reductions differ",
 }
+_ALIKE = frozenset({Op.ALLREDUCE, Op.BROADCAST, Op.REDUCE})
+"""Operations to which all ranks give as many bytes; of others a library may make one with a size for each rank."""
 _TWO_THREADS = "two threads on one group"
+
+
+def calls_differ(states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+    """Whether ranks have called one collective so differently that it cannot end, however long they wait.
+
+    They called different operations under one number, or gave different sizes to one in which all have to be alike.
+    """
+    found = first_mismatch(states, groups)
+    if found is None:
+        return False
+    ops = {call.op for call in found.calls.values()}
+    return found.aspect == "op" or (found.aspect == "bytes" and ops <= _ALIKE)
 
 
 def locate_mismatch(evidence: Evidence) -> Diagnosis | None:

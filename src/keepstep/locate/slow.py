@@ -85,13 +85,17 @@ class _Growth:
         """Which ranks' GPUs wait for their hosts, if they are slower.
 
         A host that is an iteration ahead keeps no GPU waiting. Else the GPU's work goes on for as long after the host
-        has called all of it as the host was ahead: if that has not grown with the own time, the host has.
+        has called all of it as the host was ahead: if that has not grown with the own time, the host has. A host whose
+        CPU is shared is at times less far ahead, so that the iteration with the most shows growth, too.
         """
         after, before = self.after, self.before
         if before is None:
             slow = after.ahead_s < _MOST_HOST * after.self_s
         else:
-            grown = after.ahead_s - np.minimum(before.ahead_s, before.duration_s)
+            grown = np.maximum(
+                after.ahead_s - np.minimum(before.ahead_s, before.duration_s),
+                after.most_ahead_s - np.minimum(before.most_ahead_s, before.duration_s),
+            )
             slow = (grown < _MOST_HOST * self.gain_s) & (before.ahead_s >= 0)
         return self.on_gpu & slow & (after.ahead_s < after.duration_s)
 

@@ -11,6 +11,7 @@ from typing import Literal
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
+from keepstep.report.cause_rows import cause_rows
 from keepstep.report.folding import alike, shared_detail, span
 from keepstep.report.timeline import lines as lines_of_time
 from keepstep.report.wording import accelerator_time, done, seconds, who_all
@@ -68,7 +69,11 @@ def render(
 
 def _lines_of(incident: Incident, size: int, run: str, timeline: bool, now_unix_s: float | None) -> list[str]:
     lines = [_line(incident.kind.upper(), _headline(incident))]
+    rows = cause_rows(incident.cause) if incident.cause is not None else []
+    wrapped = [(label, line) for label, text in rows for line in _wrapped(label, text)]
+    lines += [line for label, line in wrapped if label == "cause"]
     lines += _culprits(incident)
+    lines += [line for label, line in wrapped if label != "cause"]
     lines += _victims(incident, size)
     lines += _evidence(incident, size)
     if incident.missing and incident.culprits:
@@ -80,7 +85,9 @@ def _lines_of(incident: Incident, size: int, run: str, timeline: bool, now_unix_
         lines += _wrapped("" if place else "timeline", text, column)
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
-    lines.append(_line("next", f"keepstep report {run} {incident.number:04d}"))
+    has_words = incident.cause is not None and (incident.cause.first or incident.cause.following)
+    verb, flag = ("why", " --lines") if has_words else ("report", "")
+    lines.append(_line("next", f"keepstep {verb} {run} {incident.number:04d}{flag}"))
     return lines
 
 
@@ -145,6 +152,10 @@ def _headline(incident: Incident) -> str:
 def _culprits(incident: Incident) -> list[str]:
     if not incident.culprits:
         missing = "; ".join(incident.missing)
+        if not missing and incident.cause is not None and incident.cause.first is not None:
+            whom = {"storage": "the storage", "other": "whoever ended the job"}
+            what = whom.get(incident.cause.cause_class, "the program, or what all ranks use")
+            return [_line("culprit", f"no rank: it is {what}")]
         return _wrapped("culprit", f"cause unknown; missing: {missing}" if missing else "cause unknown")
     lines: list[str] = []
     groups = alike(incident.culprits)

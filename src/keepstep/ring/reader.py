@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +34,7 @@ Rows = npt.NDArray[np.void]
 _NO_RECORDS: Rows = np.empty(0, RECORD)
 
 
-@dataclass(frozen=True, slots=True)
-class RingHeader:
+class RingHeader(NamedTuple):
     """Who writes the ring, and how much. An unclaimed ring has rank -1 and pid 0."""
 
     rank: int
@@ -58,8 +56,7 @@ class RingHeader:
         return self.realtime_ns * 1e-9 + (monotonic_s - self.monotonic_ns * 1e-9)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The records that came since the last poll. One that began and ended in between is in both arrays."""
 
     started: Rows  # RECORD, shape (n,)
@@ -81,7 +78,7 @@ class RingReader:
     @property
     def header(self) -> RingHeader:
         """The header as it is now."""
-        return RingHeader(*self._native.header())
+        return RingHeader._make(self._native.header())
 
     def writer_lives(self) -> bool:
         """Whether the process that claimed the ring still runs; False for a saved copy."""

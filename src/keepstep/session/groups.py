@@ -87,18 +87,19 @@ def let_go(default: DefaultGroup | None = None) -> list[str]:
     gc.collect()  # Works and models that are garbage hold groups
     until_quiet()
     groups = [weakref.ref(one) for one in made()]
+    are_named = bool(_gloo_threads())
     if default is not None:
         default.vacate()
     if groups:
         dist.destroy_process_group()
-    if _threads_left(_RESTED_S) or any(one() is not None for one in meshes):
+    if _left(groups, are_named, _RESTED_S) or any(one() is not None for one in meshes):
         gc.unfreeze()
         if default is not None:
             default.look_again()
         gc.collect()
     gc.freeze()
     left = {
-        "threads of process groups": (_threads_left(_PATIENCE_S), groups),
+        "threads of process groups": (_left(groups, are_named, _PATIENCE_S), groups),
         "device meshes": (sum(one() is not None for one in meshes), meshes),
     }
     return [f"{count} {name}{_by_whom(held)}" for name, (count, held) in left.items() if count]
@@ -118,6 +119,11 @@ def _objects() -> Iterator[Any]:
 
 def _rpc_runs() -> bool:
     return bool(cast("Any", torch.distributed).rpc._is_current_rpc_agent_set())
+
+
+def _left(groups: Sequence[weakref.ref[Any]], are_named: bool, patience_s: float) -> int:
+    """Number of threads that are left, or of groups where this torch gives their threads no names (2.7)."""
+    return _threads_left(patience_s) if are_named else sum(one() is not None for one in groups)
 
 
 def _threads_left(patience_s: float) -> int:

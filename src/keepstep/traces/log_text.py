@@ -53,6 +53,18 @@ def text_lines(path: Path, skipped_bytes: int = 0) -> Iterator[bytes]:
             yield rest
 
 
+def chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, plain or gzipped, a MiB at a time.
+
+    Raises:
+        OSError, EOFError: as `text_lines`.
+    """
+    with open_regular(path) as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        yield from _unpacked(raw, path) if zipped else iter(lambda: raw.read(_CHUNK), b"")
+
+
 def is_text(path: Path) -> bool:
     """Whether a file, plain or gzipped, begins with text in UTF-8."""
     with contextlib.suppress(OSError, EOFError):

@@ -42,12 +42,20 @@ def own_address() -> str:
 class Receiver:
     """Takes the transfers that are meant for this rank, and drives them: it asks for every message."""
 
-    def __init__(self) -> None:
-        host = own_address()
+    def __init__(self, host: str = "") -> None:
+        """``host``: the numeric address to listen on; "": that by which this host reaches the job's master.
+
+        Raises OSError where it is no address of this host.
+        """
+        host = host or own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((host, 0))
-        self._socket.listen(_WAITING_ROOM)
+        try:
+            self._socket.bind((host, 0))
+            self._socket.listen(_WAITING_ROOM)
+        except OSError:
+            self._socket.close()
+            raise
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._early: dict[tuple[int, int], socket.socket] = {}
         self.endpoint = TransferEndpoint(host, int(self._socket.getsockname()[1]), self._token.hex())

@@ -27,7 +27,7 @@ The controller's side is ``serve``. ``wire.run(main())`` runs a coroutine on uvl
 # pyright: reportUnusedImport=false
 from keepstep.core.tls_paths import TlsPaths
 from keepstep.wire.address import parse_address
-from keepstep.wire.channel import TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
+from keepstep.wire.channel import TO_CHECK, TO_ELECTOR, ClientChannel, Ends, Role, ServerChannel, encode
 from keepstep.wire.client import Client, ClientLimits
 from keepstep.wire.counters import Counters
 from keepstep.wire.election import Answer, Ask, Leads, Where

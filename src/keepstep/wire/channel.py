@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from keepstep.wire.address import end_name
+from keepstep.wire.checking import FromHost, ToHost
 from keepstep.wire.election import FromElector, ToElector
 from keepstep.wire.framing import LENGTH_BYTES, FrameBuffer, frame
 from keepstep.wire.messages import (
@@ -44,7 +45,7 @@ from keepstep.wire.transfer import Echo, FromHolder, Ping, ToHolder
 from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
 T = TypeVar("T")
-Role = Literal["agent", "launcher", "client", "peer", "elector", "prober"]
+Role = Literal["agent", "launcher", "client", "peer", "elector", "prober", "checker"]
 
 HANDSHAKE_S = 5.0  # longest time from connecting to the proof
 HANDSHAKE_LIMIT = 1024
@@ -62,12 +63,14 @@ LIMITS: dict[str, int] = {
     "peer": 4 << 10,
     "elector": 4 << 10,
     "prober": 4 << 10,
+    "checker": 256 << 10,
 }
 SERVER_LIMIT = 16 * MIB  # most bytes in one frame from a server, for example the rank table of a large job
 # An agent that asks another one for a state is a "peer", one that measures the path a "prober"; a launcher that asks
-# another one is an "elector".
+# another one is an "elector"; a node of `keepstep check` that asks the host of the check is a "checker".
 TO_CONTROLLER = frozenset({"agent", "launcher", "client"})
 TO_ELECTOR = frozenset({"elector"})
+TO_CHECK = frozenset({"checker"})
 
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "agent": msgspec.msgpack.Decoder(AgentMessage),
@@ -76,12 +79,14 @@ _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "peer": msgspec.msgpack.Decoder(ToHolder),
     "elector": msgspec.msgpack.Decoder(ToElector),
     "prober": msgspec.msgpack.Decoder(Ping),
+    "checker": msgspec.msgpack.Decoder(ToHost),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
 _FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # decoders of roles whose server is not the controller
     "peer": msgspec.msgpack.Decoder(FromHolder),
     "elector": msgspec.msgpack.Decoder(FromElector),
     "prober": msgspec.msgpack.Decoder(Echo),
+    "checker": msgspec.msgpack.Decoder(FromHost),
 }
 _encoder = msgspec.msgpack.Encoder()
 _NO_HANDSHAKE = "not a handshake of keepstep"

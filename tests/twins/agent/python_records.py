@@ -25,10 +25,10 @@ def of_kind(rows: Rows, kind: int) -> list[tuple[int, ...]]:
     return rows[rows["kind"] == kind][_FIELDS].tolist()
 
 
-def extremes(rows: Rows) -> tuple[int, int, int]:
+def outline(rows: Rows) -> tuple[int, int, int, list[tuple[int, ...]]]:
     failed = (rows["flags"] & FAILED) != 0
     group, end_ns = rows["group"].max(initial=-1), rows["end_ns"][~failed].max(initial=0)
-    return int(group), int(end_ns), int(failed.sum())
+    return int(group), int(end_ns), int(failed.sum()), of_kind(rows, PHASE)
 
 
 def repeats(rows: Rows) -> NDArray[np.bool_]:

@@ -387,3 +387,10 @@ def test_the_command_line_is_checked() -> None:
     for wrong in (["--ring", "x=/y"], ["--ring", "3"], ["--ring", "1=/a", "--ring", "1=/b"]):
         with pytest.raises(UsageError, match="--ring"):
             parse([*words, *wrong])
+    words += ["--ring", "0=/x", "--words", "0=stderr:0:/proc/1/fd/7"]
+    given = parse([*words, "--words", "0=stdout:12:/a:b=c", "--kernel-log", "/k"])
+    assert given.words == {0: (("stderr", 0, "/proc/1/fd/7"), ("stdout", 12, "/a:b=c"))}
+    assert given.kernel_log == "/k"
+    for wrong in ("/x", "0=/x", "0=stderr:/x", "a=stderr:0:/x", "0=stderr:-1:/x", "0=stderr:0:"):
+        with pytest.raises(UsageError, match="--words"):
+            parse([*words, "--words", wrong])

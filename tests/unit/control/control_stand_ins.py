@@ -21,11 +21,13 @@ from keepstep.control.effects import (
 )
 from keepstep.control.incidents.locators import Locators
 from keepstep.core.deaths import testimony
+from keepstep.core.events import Op
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis, Link
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import (
     ClockSample,
+    GroupInfo,
     IterationSummary,
     OpInFlight,
     PathProbe,
@@ -85,6 +87,13 @@ class PlainLocators(Locators):
         waiting = tuple(state.rank for state in states if state.in_flight)
         names = tuple(dict.fromkeys(nodes[rank] for rank in waiting))
         silent = [rank for rank in nodes if rank not in {*idle, *waiting}]
+        if self.calls_differ(states, evidence.groups):
+            odd = [state.rank for state in states if any(one.op != Op.ALLREDUCE for one in state.in_flight)]
+            blamed = tuple(
+                Culprit(rank, None, nodes[rank], "", 0, "high", "another operation") for rank in odd
+            )
+            victims = tuple(rank for rank in waiting if rank not in odd)
+            return Diagnosis("desync", blamed, victims, (), (), "group dp seq 7: operations differ")
         if not idle and silent:
             return self.silence(waiting, silent, nodes, probes)
         if not idle and len(names) > 2:
@@ -137,6 +146,9 @@ class PlainLocators(Locators):
         missing = () if blamed else ("the path on which nothing comes through",)
         told = (f"{len(probes)} probes",)
         return Diagnosis("hang", blamed, waiting, told, missing, "group dp ALLREDUCE seq 7", pairs)
+
+    def calls_differ(self, states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+        return len({flight.op for state in states for flight in state.in_flight}) > 1
 
     def waits_recorded(self, evidence: Evidence) -> bool:
         return True
@@ -196,10 +208,17 @@ def iterations(
     return tuple(rows)
 
 
-def state(rank: int, now_s: float, *, step: int, idle_s: float, waits: bool) -> RankState:
-    """A rank of which nothing moves (``waits`` False) or in an all-reduce."""
+def all_reduce(since_s: float, op: Op = Op.ALLREDUCE) -> OpInFlight:
+    """The operation that ranks are in."""
+    return OpInFlight("dp", int(op), -1, 7, since_s)
+
+
+def state(
+    rank: int, now_s: float, *, step: int, idle_s: float, waits: bool, op: Op = Op.ALLREDUCE
+) -> RankState:
+    """A rank of which nothing moves (``waits`` False) or in an all-reduce, or another operation."""
     since_s = now_s - idle_s
-    flying = (OpInFlight("dp", 1, -1, 7, since_s),) if waits else ()
+    flying = (all_reduce(since_s, op),) if waits else ()
     known = (rank, True, step, 2, since_s, 100, since_s, now_s, flying, (), "S")
     stillness = None if waits else Stillness("still", since_s, "wait (train.py:14)", now_s)
     return RankState(*known, process=1000 + rank, stillness=stillness)

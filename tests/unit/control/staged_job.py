@@ -26,11 +26,18 @@ class Stage:
     def fresh(self) -> Controller:
         return Controller(Settings(nodes=self.nodes), locators=stand_ins.PlainLocators())
 
-    def come(self, number: int, incarnation: int = -1, *, hosts_controller: bool = False) -> list[Effect]:
+    def come(
+        self,
+        number: int,
+        incarnation: int = -1,
+        *,
+        hosts_controller: bool = False,
+        alike: tuple[str, ...] = (),
+    ) -> list[Effect]:
         self.controller.connected(number, "launcher")
         join = Join(
             f"gpu-{number}", f"10.0.0.{number}", 1, 29500, -1, self.nodes, self.nodes, self.restarts, incarnation,
-            hosts_controller=hosts_controller,
+            hosts_controller=hosts_controller, alike=alike,
         )  # fmt: skip
         return self.say(number, Hello("launcher", f"gpu-{number}", -1, 100 + number), join)
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
-from keepstep.control.effects import Disconnect, Effect, Send, StoreStop
+from keepstep.control.effects import Disconnect, Effect, Send, StoreStop, Tell
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.wire import (
@@ -64,6 +64,19 @@ def test_all_begin_again() -> None:
     assert sent(stage.say(1, Failed(0, 137, "rank 1 died")), Halt) == [((0, 1, 2), Halt(0))]
     placed = sent(stage.begin_again(), Placement)
     assert [(peers, one.node_rank, one.incarnation) for peers, one in placed] == [((0,), 0, 1), ((1,), 1, 1)]  # type: ignore[attr-defined]
+
+
+def test_storage_has_time_to_be_mended() -> None:
+    stage = Stage()
+    full = Failed(0, 1, "rank 1: OSError: [Errno 28] No space left on device", rank=1, step=5)
+    stage.say(1, full)
+    told = stage.say(0, Halted(0, 4000)) + stage.say(1, Halted(0, 4001))
+    assert sent(told, Placement) == []
+    assert [one.text for one in told if isinstance(one, Tell)] == [
+        "the job begins again in 5 s, as storage may be mended until then"
+    ]
+    placed = [bool(sent(stage.controller.tick(now_s / 10), Placement)) for now_s in range(10, 80)]
+    assert placed.index(True) == 50
 
 
 def test_an_end_of_the_incarnation_before_does_not_end_this_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.core.budgets import LEFT_EARLY, Cause, Limits, as_text, comes_first, limits_of, refusal
+from keepstep.core.budgets import LEFT_EARLY, Cause, Limits, as_text, comes_first, limits_of, pause_s, refusal
 from keepstep.core.errors import UsageError
 
 BOOM = "ValueError: boom at 0x7f00"
@@ -32,7 +32,6 @@ def test_the_same_error_at_the_same_step_twice_is_enough() -> None:
 @pytest.mark.parametrize(
     "first",
     [
-        cause(rank=2),
         cause(step=40),
         cause(step=-1),
         cause(error="KeyError: 'x'"),
@@ -41,6 +40,18 @@ def test_the_same_error_at_the_same_step_twice_is_enough() -> None:
 )
 def test_what_differs_is_not_the_same(first: Cause) -> None:
     assert refusal(Limits(), [first, cause()]) is None
+
+
+def test_one_error_at_one_step_is_the_same_whichever_rank_is_the_first() -> None:
+    refused = refusal(Limits(), [cause(rank=2), cause()])
+    assert refused is not None
+    assert refused.reason.startswith(
+        "rank 3 on node gpu-1, as another before it, has failed twice at step 41"
+    )
+    gone = "OSError: [Errno 5] Input/output error: '/data/train.bin'"
+    assert refusal(Limits(), [cause(rank=2, step=0, error=gone), cause(step=0, error=gone)]) is None
+    for error in (BOOM, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x64 and 65x128)"):
+        assert refusal(Limits(), [cause(rank=2, step=0, error=error), cause(step=0, error=error)]) is not None
 
 
 @pytest.mark.parametrize(
@@ -151,8 +162,9 @@ def twin(limits: Limits, causes: list[Cause]) -> bool:
             node += one.node == last.node
             rank += one.rank == last.rank and one.node == last.node and last.rank != -1
         kind = one.error.split()[:1]
-        if (one.rank, one.step, kind) == (last.rank, last.step, last.error.split()[:1]):
-            same += last.rank != -1 and last.step != -1 and kind not in ([], ["broken"])
+        of_a_rank = -1 not in (one.rank, last.rank) and (one.rank == last.rank or last.step in (1, 2))
+        if of_a_rank and (one.step, kind) == (last.step, last.error.split()[:1]):
+            same += last.step != -1 and kind not in ([], ["broken"])
     pairs = ((rank, limits.rank), (node, limits.node), (hour, limits.hour))
     return any(limit and count > limit for count, limit in pairs) or bool(limits.same and same >= limits.same)
 
@@ -179,3 +191,37 @@ def test_who_fails_because_keepstep_ended_another_is_not_to_blame() -> None:
     ended = replace(cause(10.0, error="it hung: asleep"), by_keepstep=True)
     earlier = cause(9.0, rank=1, error="RuntimeError: something that tells of nobody")  # by its own clock
     assert comes_first(earlier, ended) is comes_first(ended, earlier) is ended
+
+
+@pytest.mark.parametrize("kind", ["import", "syntax", "library-missing"])
+def test_what_every_restart_meets_again_has_none(kind: str) -> None:
+    vain = replace(cause(step=-1, error="ModuleNotFoundError: No module named 'apex'"), kind=kind)
+    refused = refusal(Limits(), [vain])
+    assert refused is not None
+    assert "every restart would meet it again" in refused.reason
+    assert refusal(Limits(same=0), [vain]) is None
+
+
+def test_an_import_that_worked_before_may_work_again() -> None:
+    vain = replace(cause(step=-1, error="ModuleNotFoundError: No module named 'apex'"), kind="import")
+    assert refusal(Limits(), [cause(), vain]) is None
+
+
+def test_gpu_memory_that_is_used_up_has_one_restart_within_an_hour() -> None:
+    first = replace(cause(0.0, error="CUDA out of memory."), kind="gpu-oom")
+    assert refusal(Limits(), [first]) is None
+    again = replace(first, at_s=3000.0, rank=1, step=7)
+    refused = refusal(Limits(), [first, again])
+    assert refused is not None
+    assert refused.reason.startswith("GPU memory was used up twice within an hour")
+    assert refusal(Limits(), [first, replace(again, at_s=4000.0)]) is None
+
+
+def test_restarts_for_storage_wait_longer_each_time() -> None:
+    full = replace(cause(error="OSError: [Errno 28] No space left on device"), kind="no-space")
+    causes = [replace(full, at_s=float(at), step=at) for at in range(10)]
+    pauses = [pause_s(causes[: count + 1]) for count in range(10)]
+    assert pauses[:3] == [5.0, 10.0, 20.0]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 300.0
+    assert pause_s([cause()]) == 0.0

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from keepstep.detect import find_period
+from keepstep.detect.period import find_period
 
 DDP = [("all_reduce", "dp", size) for size in (25, 25, 25, 17, 3)]
 MICRO = [("all_gather", "tp", 8), ("reduce_scatter", "tp", 8), ("send", "pp", 4)]

@@ -40,7 +40,10 @@ class Node:
         def cause(failure: Failure, steps: int) -> Cause:
             return Cause(failure.unix_s, "a", failure.rank, steps, failure.text)
 
-        restarts = SimpleNamespace(refused=refused, cause=cause)
+        async def about(error: str) -> None:
+            pass
+
+        restarts = SimpleNamespace(refused=refused, pause_s=0.0, cause=cause)
         self.parts: Any = SimpleNamespace(
             run=self.run,
             course=self.course,
@@ -50,7 +53,7 @@ class Node:
                 workers=SimpleNamespace(failures=[FAILURE], left=[], blamed=FAILURE, exit_code=5),
             ),
             watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
-            checks=SimpleNamespace(unfit=lambda: ""),
+            checks=SimpleNamespace(unfit=lambda: "", about=about),
         )
 
     async def after(self, outcome: Outcome, place: Place = PLACE) -> Place | Outcome:

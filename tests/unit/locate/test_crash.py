@@ -141,3 +141,19 @@ def test_words_that_name_no_error_do_not_make_a_victim_the_culprit(words):
 
 def test_no_death():
     assert locate_crash(Evidence({}, {}, findings=[])).missing
+
+
+def test_of_several_that_were_sent_sigterm_nobody_is_to_blame():
+    nodes = dict.fromkeys(range(4), "n0")
+    found = locate_crash(Evidence({}, nodes, findings=[crash(rank, 10.0, code=143) for rank in (2, 3)]))
+    assert found.culprits == ()
+    assert found.summary == "ranks 2-3 killed by SIGTERM, from outside"
+    assert found.missing[0] == "who sent the signal"
+    alone = locate_crash(Evidence({}, nodes, findings=[crash(2, 10.0, code=143)]))
+    assert [one.rank for one in alone.culprits] == [2]
+    own = locate_crash(
+        Evidence(
+            {}, nodes, findings=[crash(1, 9.9, "KeyError: 1"), *(crash(r, 10.0, code=143) for r in (2, 3))]
+        )
+    )
+    assert [one.rank for one in own.culprits] == [1]

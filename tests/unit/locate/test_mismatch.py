@@ -13,7 +13,7 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import GroupInfo, OpEnded, OpInFlight, RankState, StreamProgress
 from keepstep.locate import locate_hang
-from keepstep.locate.mismatch import locate_mismatch
+from keepstep.locate.mismatch import calls_differ, locate_mismatch
 
 
 def run_with(mistake: Mistake, seed: int, world: int) -> tuple[Run, int]:
@@ -56,7 +56,9 @@ def test_ranks_on_their_way_never_differ(world: int) -> None:
         rng = random.Random(seed)
         groups, steps = training(rng, world)
         run = Run([flat(steps)] * world, groups, moves=rng.randrange(1500), seed=seed)
-        assert locate_mismatch(run.evidence()) is None, seed
+        evidence = run.evidence()
+        assert locate_mismatch(evidence) is None, seed
+        assert not calls_differ(evidence.states, evidence.groups), seed
 
 
 DIFFERING = [mistake for mistake in MISTAKES if mistake.__name__.startswith(("another_size", "another_op"))]
@@ -299,3 +301,15 @@ def test_a_rank_out_of_the_loop_of_the_others_has_left_it() -> None:
     elsewhere = replace(gone, left_loop="/a/train.py:20-30")
     culprit = locate_hang(replace(evidence, states=[*others, elsewhere])).culprits[0]
     assert culprit.cause == "asleep in forward"
+
+
+def test_what_cannot_end_needs_no_patience() -> None:
+    def differ(*states: RankState) -> bool:
+        return calls_differ(states, {"0": GroupInfo("0", tuple(range(len(states))), "cpu:gloo")})
+
+    assert not differ(in_it(0), in_it(1), in_it(2))
+    assert differ(in_it(0), in_it(1, Op.ALLREDUCE), in_it(2))
+    assert differ(in_it(0, Op.ALLREDUCE), in_it(1, Op.ALLREDUCE, nbytes=240), in_it(2, Op.ALLREDUCE))
+    # A library may gather parts of all sizes, and takes another type of the same size.
+    assert not differ(in_it(0), in_it(1, nbytes=240), in_it(2))
+    assert not differ(in_it(0), in_it(1, element="int32"), in_it(2))

@@ -115,6 +115,19 @@ def test_a_host_that_waits_for_its_gpu_in_each_step_is_not_slow() -> None:
     assert (culprit.rank, culprit.cause) == (2, "work on the host")
 
 
+def test_a_slow_gpu_is_told_beside_a_host_that_is_ahead_by_less_at_times() -> None:
+    """Seen with two CPUs for eight ranks: the host was ahead by 0.16 to 0.54 s, then by 0.32 to 0.87 s."""
+
+    def named(*later_s: float) -> tuple[int | None, str]:
+        ahead_s = (0.02, 0.04, 0.09, 0.04, 0.03, 0.09, 0.04, 0.02, 0.04, 0.03, *later_s)
+        rows = [replace(row, ahead_s=ahead_s[row.step]) for row in job({2: 2.0}, steps=range(13))]
+        (culprit,) = diagnose(rows).culprits
+        return culprit.rank, culprit.cause
+
+    assert named(0.04, 0.17, 0.03) == (2, "compute on the GPU")
+    assert named(0.04, 0.09, 0.03) == (2, "work on the host")
+
+
 def test_a_busy_host_that_is_ahead_is_no_cause() -> None:
     starved = HostCause(2, "run queue", 0.9)
     (culprit,) = diagnose(job({2: 2.0}), starved).culprits

@@ -52,6 +52,7 @@ def test_many_threads_under_the_thread_sanitizer(tmp_path: Path) -> None:
     run(build("stress_threads.cpp", tmp_path, "-fsanitize=thread"), 4, 2, 5_000, 64)
 
 
+@pytest.mark.long
 def test_memory_and_undefined_behaviour(tmp_path: Path) -> None:
     run(build("stress_threads.cpp", tmp_path, "-fsanitize=address,undefined"), 2, 2, 5_000, 64)
 

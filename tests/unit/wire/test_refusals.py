@@ -15,9 +15,11 @@ from keepstep import wire
 from keepstep.agent.services.path_probes import echo_server
 from keepstep.checkpoint.peers.state_server import state_server
 from keepstep.core.errors import CheckpointError
+from keepstep.launch.check.check_host import CheckHost
 from keepstep.launch.controller.elections import Elections
 from keepstep.wire import blocking, channel, server
 from keepstep.wire.channel import HANDSHAKE_LIMIT, LIMITS, SEAL_BYTES, Proof
+from keepstep.wire.checking import Arrived
 from keepstep.wire.counters import Counters
 from keepstep.wire.framing import frame
 from keepstep.wire.transfer import Ping, Want
@@ -62,6 +64,13 @@ async def elections() -> AsyncIterator[Listening]:
     await one.close()
 
 
+@asynccontextmanager
+async def checks() -> AsyncIterator[Listening]:
+    one = await wire.serve("127.0.0.1", 0, KEY, CheckHost(2).callbacks, roles=wire.TO_CHECK)
+    yield Listening(one.port, "checker", Arrived("node-0", 1, 3), one.counters)
+    await one.close()
+
+
 def _nothing_here(*_: object) -> Any:
     raise CheckpointError("there is nothing here")
 
@@ -78,6 +87,7 @@ async def agents(
 USERS: dict[str, Callable[[], AbstractAsyncContextManager[Listening]]] = {
     "controller": controller,
     "elections": elections,
+    "checks": checks,
     "states": lambda: agents(state_server(KEY, _nothing_here), "peer", Want(0, 1)),
     "probes": lambda: agents(echo_server(KEY), "prober", Ping(0)),
 }

@@ -18,8 +18,8 @@ StreamSums = tuple[int, int, int, int, int, int, int, int, int, int, int]
 def of_kind(rows: Packed, kind: int) -> list[Told]:
     """Operation, seq, ticket, start, end, thread, peer, start of the wait, and bytes of each record of this kind."""
 
-def extremes(rows: Packed) -> tuple[int, int, int]:
-    """The largest group, the latest end of those that did not fail, and how many have failed."""
+def outline(rows: Packed) -> tuple[int, int, int, list[Told]]:
+    """The largest group, the latest end of those that did not fail, how many failed, and the phases, as `of_kind`."""
 
 def symbols(
     rows: Packed, first_ticket: int = 0, end_ticket: int = ..., since_ns: int = ...

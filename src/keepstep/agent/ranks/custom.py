@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from keepstep.agent.ranks.event_buffer import EventBuffer, Rows
 from keepstep.agent.ranks.records import symbols
 from keepstep.core.events import Kind, Op
-from keepstep.detect import find_period
+from keepstep.detect.period import find_period
 
 _FIRST_LOOK = 48
 _LAST_LOOK = 1 << 15

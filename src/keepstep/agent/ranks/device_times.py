@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ _MOST_KEPT = 1 << 15  # records of operations
 _GIVE_UP = 2048  # iterations of the host without one of the GPU, after which the host's count again
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measured(NamedTuple):
     """From one optimizer step to the next on the GPU, in ns."""
 
     start_ns: int  # when the host put the first boundary onto the stream
@@ -56,7 +55,8 @@ class DeviceTimes:
         self._newest = 0  # the newest of these numbers, measured or not
         self._operations: deque[Rows] = deque()
         self._kept = 0
-        self._pending: deque[tuple[Cut, IterationSummary]] = deque()
+        # Iterations of the host, with the numbers of the optimizer steps that ended in each.
+        self._pending: deque[tuple[Cut, IterationSummary, list[int]]] = deque()
         self._patience_ns = _LONGEST_NS
         self._without = 0  # iterations of the host since the last one that the GPU's times were known of
 
@@ -82,7 +82,7 @@ class DeviceTimes:
 
     def add(self, cut: Cut, summary: IterationSummary) -> None:
         """Take an iteration as the host had it."""
-        self._pending.append((cut, summary))
+        self._pending.append((cut, summary, _numbers(cut)))
         self._without += 1
         if self._without > _GIVE_UP:
             self.active = False
@@ -96,8 +96,7 @@ class DeviceTimes:
         """
         found: list[tuple[Cut, IterationSummary, bool]] = []
         while self._pending:
-            cut, summary = self._pending[0]
-            numbers = _numbers(cut)
+            cut, summary, numbers = self._pending[0]
             late = now_ns is None or now_ns - cut.end_ns > self._patience_ns
             if not (
                 late

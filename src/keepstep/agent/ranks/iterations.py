@@ -8,6 +8,7 @@ script loads a checkpoint (``keepstep.checkpoint.load``), its step is the number
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -18,10 +19,12 @@ from keepstep.agent.ranks.event_buffer import EventBuffer, Rows, chosen
 from keepstep.agent.ranks.intervals import NOTHING, Union
 from keepstep.agent.ranks.marked_pauses import PAUSES, Marker, checkpoints_in, outside, pauses_in
 from keepstep.agent.ranks.markers import StepMarkers
-from keepstep.agent.ranks.records import of_kind, symbols
+from keepstep.agent.ranks.records import outline, symbols
 from keepstep.agent.ranks.usual import UsualSequence
 from keepstep.core.events import Kind, Phase
 
+Told = tuple[int, int, int, int, int, int, int, int, int]
+"""A record as ``records.of_kind`` tells it."""
 WARM_UP_STEPS = 5
 QUIET_NS = 50_000_000
 LONGEST_TOGETHER_NS = 2_000_000_000
@@ -86,12 +89,24 @@ class IterationCutter:
             tuple[int, int]
         ] = []  # ends and numbers of those that are not cut, without optimizer
 
-    def feed(self, started: Rows, finished: Rows, lost: int, now_ns: int) -> list[Cut]:
-        """Take a batch of the ring at ``now_ns``; return the iterations that it completes, in order."""
+    def feed(
+        self,
+        started: Rows,
+        finished: Rows,
+        lost: int,
+        now_ns: int,
+        phases: tuple[Sequence[Told], Sequence[Told]] | None = None,
+    ) -> list[Cut]:
+        """Take a batch of the ring at ``now_ns``; return the iterations that it completes, in order.
+
+        ``phases``: those among ``started`` and among ``finished``, where they are known.
+        """
         if not self._buffer.add(started, finished) or lost:
             self._whole = False
         custom = not self._seen_optimizer
-        self._note_phases(started, finished)
+        begun, ended = phases or (outline(started)[3], outline(finished)[3])
+        self._note_phases(begun)
+        self._note_ends(ended)
         if not self._seen_optimizer:
             return self._feed_custom(now_ns)
         if custom and self._edge_ns is not None:  # iterations cut without an optimizer were wrong
@@ -142,9 +157,9 @@ class IterationCutter:
         begun = self._passes[code] - 1
         return begun % self._usual_passes if self.together > 1 else begun
 
-    def _note_phases(self, started: Rows, finished: Rows) -> None:
+    def _note_phases(self, begun: Iterable[Told]) -> None:
         ticket = -1
-        for code, _, ticket, start_ns, *_ in of_kind(started, _PHASE):
+        for code, _, ticket, start_ns, *_ in begun:
             self._open[ticket] = code, start_ns
             if code == _TEARDOWN:
                 self._teardown = ticket, start_ns
@@ -161,11 +176,10 @@ class IterationCutter:
         oldest = ticket - self._records
         if self._open and min(self._open) < oldest:
             self._open = {ticket: phase for ticket, phase in self._open.items() if ticket >= oldest}
-        self._note_ends(finished)
 
-    def _note_ends(self, finished: Rows) -> None:
+    def _note_ends(self, ended: Iterable[Told]) -> None:
         newest_ns, known = -1, len(self._markers)
-        for code, seq, ticket, start_ns, end_ns, thread, *_ in of_kind(finished, _PHASE):
+        for code, seq, ticket, start_ns, end_ns, thread, *_ in ended:
             self._last_end_ns = max(self._last_end_ns, end_ns)
             if code != _GC and end_ns > newest_ns:
                 newest_ns, self._last_ended = end_ns, code

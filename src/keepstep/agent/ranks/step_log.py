@@ -17,6 +17,7 @@ LIMIT_BYTES = 64 << 20
 _MOST_WAITING_BYTES = 4 << 20  # Newest lines that are kept while the file cannot be written.
 _TAIL_BYTES = 1 << 16
 _STEPS_OPEN = 16
+_FORMAT = '"%d":{"t":%.6f,"d":%.6f,"self":%.6f,"blocked":%.6f,"eval":%s,"ckpt":%s%s}'
 _SAME_S = 1e-5  # largest difference of two times that count as the same; times are written in microseconds
 
 
@@ -28,7 +29,7 @@ class StepLog:
 
     def __init__(self, path: Path, ranks: Collection[int], limit_bytes: int = LIMIT_BYTES) -> None:
         self._path, self._ranks, self._limit = path, len(ranks), limit_bytes
-        self._open: dict[int, dict[str, dict[str, float]]] = {}
+        self._open: dict[int, dict[int, str]] = {}  # the text of each rank, by step and rank
         self._file, self._size = -1, 0  # descriptor, and bytes of the file
         self._lines: deque[bytes] = deque()  # not in the file yet
         self._waiting = 0  # bytes of them
@@ -47,29 +48,32 @@ class StepLog:
         Steps outside of that are of another process: the clock may have been set back since, and its steps would
         be taken for written.
         """
-        if not began_unix_s <= self._written_to.get(str(rank), 0.0) <= now_unix_s:
-            self._written_to.pop(str(rank), None)
+        if not began_unix_s <= self._written_to.get(rank, 0.0) <= now_unix_s:
+            self._written_to.pop(rank, None)
 
     def add(self, iteration: IterationSummary, start_unix_s: float, together: int = 1) -> None:
         """Take one iteration, unless an earlier agent has written it already.
 
         ``together``: of how many iterations, this one the last, it has the mean times.
         """
-        rank = str(iteration.rank)
+        rank = iteration.rank
         if start_unix_s <= self._written_to.get(rank, 0.0) + _SAME_S:
             return
         step = self._open.setdefault(iteration.step, {})
         if rank in step:  # the job was restarted, and the open steps belong to the last incarnation
             self.flush()
             step = self._open.setdefault(iteration.step, {})
-        step[rank] = {
-            "t": round(start_unix_s, 6),
-            "d": round(iteration.duration_s, 6),
-            "self": round(iteration.self_s, 6),
-            "blocked": round(iteration.blocked_s, 6),
-            "eval": round(iteration.evaluation_s, 6),
-            "ckpt": round(iteration.checkpoint_s, 6),
-        } | ({"n": together} if together > 1 else {})
+        # Of numbers only: in a fifth of the time that `json` takes.
+        step[rank] = _FORMAT % (
+            rank,
+            start_unix_s,
+            iteration.duration_s,
+            iteration.self_s,
+            iteration.blocked_s,
+            f"{iteration.evaluation_s:.6f}" if iteration.evaluation_s else "0.0",
+            f"{iteration.checkpoint_s:.6f}" if iteration.checkpoint_s else "0.0",
+            f',"n":{together}' if together > 1 else "",
+        )
         if len(step) == self._ranks:
             self._write_until(iteration.step)
         elif len(self._open) > _STEPS_OPEN:
@@ -111,8 +115,8 @@ class StepLog:
 
     def _write_until(self, last: int) -> None:
         for step in sorted(number for number in self._open if number <= last):
-            text = json.dumps({"step": step, "ranks": self._open.pop(step)}, separators=(",", ":"))
-            self._lines.append(f"{text}\n".encode())
+            ranks = ",".join(self._open.pop(step).values())
+            self._lines.append(f'{{"step":{step},"ranks":{{{ranks}}}}}\n'.encode())
             self._waiting += len(self._lines[-1])
             while self._waiting > _MOST_WAITING_BYTES:
                 self._waiting -= len(self._lines.popleft())
@@ -130,7 +134,7 @@ class StepLog:
         os.replace(self._path, self._path.with_suffix(".1.jsonl"))
 
 
-def _last_times(path: Path) -> dict[str, float]:
+def _last_times(path: Path) -> dict[int, float]:
     """The start of the last step in the file, by rank. An incomplete line at the end is removed."""
     try:
         with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
@@ -142,16 +146,16 @@ def _last_times(path: Path) -> dict[str, float]:
                 file.truncate(end - len(rest))
     except OSError:
         return {}
-    times: dict[str, float] = {}
+    times: dict[int, float] = {}
     for line in whole.split(b"\n")[1 if end > _TAIL_BYTES else 0 :]:
         for rank, start_s in _times_in(line).items():
             times[rank] = max(times.get(rank, 0.0), start_s)
     return times
 
 
-def _times_in(line: bytes) -> dict[str, float]:
+def _times_in(line: bytes) -> dict[int, float]:
     """The start of the step in a line by rank; empty if it is not a line of this log."""
     try:
-        return {rank: float(found["t"]) for rank, found in json.loads(line)["ranks"].items()}
+        return {int(rank): float(found["t"]) for rank, found in json.loads(line)["ranks"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

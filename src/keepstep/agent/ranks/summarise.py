@@ -65,17 +65,17 @@ def summarise(
     """
     rows, pauses = cut.rows, (cut.pauses.starts, cut.pauses.ends)
     taken_ns, gc_ns, optimizer_ns, data_ns, backward_ns = own_times(rows, cut.start_ns, cut.end_ns, *pauses)
-    self_ns = cut.end_ns - cut.start_ns - taken_ns
-    second = 1e-9 / cut.steps
-    tells = cut.steps == 1 and (told is None or len(told) > 0)
-    between_ns, received_ns = time_between_calls(cut) if on_device and cut.steps == 1 else (-1, 0)
+    self_ns, duration_ns, steps = cut.end_ns - cut.start_ns - taken_ns, cut.duration_ns, cut.steps
+    second = 1e-9 / steps
+    tells = steps == 1 and (told is None or len(told) > 0)
+    between_ns, received_ns = time_between_calls(cut) if on_device and steps == 1 else (-1, 0)
     return IterationSummary(
         rank=rank,
         step=cut.step,
-        start_s=cut.end_ns * 1e-9 - cut.duration_ns * second,
-        duration_s=cut.duration_ns * second,
+        start_s=cut.end_ns * 1e-9 - duration_ns * second,
+        duration_s=duration_ns * second,
         self_s=self_ns * second,
-        blocked_s=(cut.duration_ns - self_ns) * second,
+        blocked_s=(duration_ns - self_ns) * second,
         data_s=data_ns * second,
         backward_s=backward_ns * second,
         optimizer_s=optimizer_ns * second,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,10 +14,10 @@ from keepstep.agent.ranks.cut import Cut
 from keepstep.agent.ranks.device_calls import has_device_groups
 from keepstep.agent.ranks.device_times import DeviceTimes
 from keepstep.agent.ranks.event_buffer import Rows, chosen, joined
-from keepstep.agent.ranks.iterations import IterationCutter
-from keepstep.agent.ranks.records import extremes, of_kind
+from keepstep.agent.ranks.iterations import IterationCutter, Told
+from keepstep.agent.ranks.records import outline
 from keepstep.agent.ranks.summarise import blocked, blocks_of, summarise
-from keepstep.agent.ranks.watch import RankWatch
+from keepstep.agent.ranks.watch import PHASES, RankWatch
 from keepstep.core.events import Flag, Kind, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.summary import BlockSummary, DeviceCalls, GroupInfo, IterationSummary
@@ -138,8 +138,11 @@ class RankTrack:
         at its end are returned.
         """
         taken = Taken()
+        begun: Sequence[Told] = ()
+        ended: Sequence[Told] = ()
         if len(started) or len(finished):
-            _, latest_ns, failed = extremes(finished)
+            newest_group, _, _, begun = outline(started)
+            _, latest_ns, failed, ended = outline(finished)
             if failed or self.failed is not None:
                 self._note_failures(finished)
             # Nothing is progress while the rank winds up after an operation that failed, and no phase that did.
@@ -149,16 +152,16 @@ class RankTrack:
                 self.last_progress_ns = max(self.last_progress_ns, begun_ns, latest_ns)
             if len(started):
                 self.thread = int(started["thread"][-1])
-                self._learn_groups(started, groups)
+                self._learn_groups(newest_group, groups)
             if len(finished):
                 self.clock.take(finished)
-                self._learn_phases(finished)
+                self._learn_phases(ended)
         self.lost += lost
         if measured is not None and len(measured):
-            self._learn_groups(measured, groups)
+            self._learn_groups(outline(measured)[0], groups)
             self.device.take(measured)
             self._measured_ns = now_ns
-        cuts = self.cutter.feed(started, finished, lost, now_ns)
+        cuts = self.cutter.feed(started, finished, lost, now_ns, (begun, ended))
         if self.device.active != self._on_device:
             self._on_device = self.device.active
             self._forget_iterations()  # the host's times and the GPU's are not to be compared
@@ -305,8 +308,8 @@ class RankTrack:
         latest = list(self._cuts)[-_CUTS_COMPARED:]
         return {same for cut in latest for same in cut.rows[USUAL].tolist()}
 
-    def _learn_groups(self, rows: Rows, groups: Callable[[], Sequence[GroupInfo]]) -> None:
-        if extremes(rows)[0] >= len(self.groups):
+    def _learn_groups(self, newest: int, groups: Callable[[], Sequence[GroupInfo]]) -> None:
+        if newest >= len(self.groups):
             self.know_groups(groups())
 
     def _note_failures(self, finished: Rows) -> None:
@@ -319,14 +322,14 @@ class RankTrack:
         failed = chosen(failed, failed["end_ns"] > entered_ns)[:_MOST_FAILED]
         self.failed = failed if len(failed) else None
 
-    def _learn_phases(self, finished: Rows) -> None:
+    def _learn_phases(self, ended: Iterable[Told]) -> None:
         """Learn from finished phases how long data loading and optimizer steps usually take."""
         longest: dict[int, int] = {}
-        for code, _, _, start_ns, end_ns, *_ in of_kind(finished, _PHASE):
+        for code, _, _, start_ns, end_ns, *_ in ended:
             if code in _SHORT_PHASES:
                 longest[code] = max(longest.get(code, 0), end_ns - start_ns)
         for code, took_ns in longest.items():
-            self.watch.hang.lasted(Phase(code), min(took_ns * 1e-9, _LONGEST_SHORT_S))
+            self.watch.hang.lasted(PHASES[code], min(took_ns * 1e-9, _LONGEST_SHORT_S))
 
     def rest(self) -> list[tuple[IterationSummary, int]]:
         """The iterations that still wait for their times on the GPU, each with how many were taken together."""
@@ -340,8 +343,8 @@ class RankTrack:
 
     def _cut(self, cut: Cut) -> None:
         """Take an iteration as the host has it."""
-        self.steps += cut.steps
         self.together = cut.steps
+        self.steps += self.together
         if cut.whole:
             self._keep(cut)
         # Of the other groups the GPU's streams are told, for iterations that are measured; the rest count for nothing.
@@ -353,15 +356,16 @@ class RankTrack:
         self, cut: Cut, summary: IterationSummary, on_device: bool, now_ns: int, taken: Taken
     ) -> None:
         """Take an iteration of which all is known. While the GPU is measured, only its times are a measure."""
-        taken.iterations.append((summary, cut.steps))
+        together = cut.steps
+        taken.iterations.append((summary, together))
         if on_device != self._on_device:
             return
         self.latest = summary
-        if cut.whole and (cut.steps == 1 or on_device):
+        if cut.whole and (together == 1 or on_device):
             self._history.append(summary)
         if not cut.warm_up:
             found = self.watch.iteration(
-                cut.first_step, summary.duration_s, summary.self_s, now_ns * 1e-9, cut.steps
+                cut.step - together + 1, summary.duration_s, summary.self_s, now_ns * 1e-9, together
             )
             if found is not None:
                 taken.findings.append(self._sharpened(found))
@@ -371,12 +375,13 @@ class RankTrack:
         self._cut_rows, self._cut_steps = self._cut_rows + len(cut.rows), self._cut_steps + cut.steps
         while len(self._cuts) > 1:
             oldest = self._cuts[0]
-            most = HISTORY if oldest.steps > 1 else _CUTS
-            if self._cut_rows <= _CUT_ROWS and self._cut_steps - oldest.steps < most:
+            steps = oldest.steps
+            most = HISTORY if steps > 1 else _CUTS
+            if self._cut_rows <= _CUT_ROWS and self._cut_steps - steps < most:
                 break
             self._cuts.popleft()
             self._cut_rows -= len(oldest.rows)
-            self._cut_steps -= oldest.steps
+            self._cut_steps -= steps
 
     def _sharpened(self, found: Finding) -> Finding:
         """The finding with its onset at the very iteration, where iterations were cut together around it."""

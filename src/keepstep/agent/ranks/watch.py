@@ -10,6 +10,8 @@ from keepstep.core.events import Phase
 from keepstep.core.finding import Finding
 from keepstep.detect import ChangePoint, ChangePointDetector, HangDetector
 
+PHASES = {int(phase): phase for phase in Phase}
+"""By number: asking the class costs more than all else that is done at a look."""
 _STEPS_KEPT = 4096
 _SAME_STEPS = 5  # changes of iteration time and own time at most this many steps apart count as one
 _PACE_STEPS = 16
@@ -121,7 +123,7 @@ class RankWatch:
         stuck = self.hang.observe(
             now_s,
             progress,
-            Phase(phase),
+            PHASES[phase],
             step=step,
             waiting=waiting,
             unseen=unseen,

@@ -140,6 +140,7 @@ class RecorderSensor:
         self._paces: dict[
             int, tuple[float, int]
         ] = {}  # by process: since when calls are counted, and their number
+        self._next_time_s = 0.0
         self._timed: dict[
             int, int
         ] = {}  # by process, how many groups it had: those made later are not timed yet
@@ -170,11 +171,16 @@ class RecorderSensor:
                 threading.Thread(target=self._answer, args=(one,), name=name, daemon=True).start()
         return found
 
+    def is_time_due(self, now_s: float) -> bool:
+        """Whether `time` has something to find out."""
+        return now_s >= self._next_time_s
+
     def time(self, now_s: float, calls: Mapping[int, tuple[int, int]]) -> None:
         """Have recorders note when devices begin calls, of processes that make so few that it costs next to nothing.
 
         ``calls``: by process, how many it has made as far as is known, and how many groups it has.
         """
+        self._next_time_s = now_s + _PACE_S
         for process, (count, groups) in calls.items():
             since_s, before = self._paces.setdefault(process, (now_s, count))
             if groups <= self._timed.get(process, 0) or now_s - since_s < _PACE_S:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
 from dataclasses import dataclass, field, replace
@@ -26,8 +26,11 @@ _RECENT = 10  # number of newest samples that are judged
 _HISTORY = 600  # number of samples kept to know the usual clock
 _FRESH_S = 5.0  # age of the newest sample above which a GPU is not judged
 _BUSY_PERCENT = 20  # share of a second with a kernel running from which a GPU counts as busy
-_ERRORS_EVERY = 10  # rounds between two reads of the error counters, which take two dozen calls per GPU
+_ERRORS_EVERY = 10  # rounds between two reads of the counters of NVLink, which take two dozen calls per GPU
 _MOST_LINKS = 18
+# At most so many Xids, and errors of memory, are kept until somebody asks for them.
+_MOST_XIDS = 64
+UNCORRECTED = "uncorrected memory errors"
 _NO_DRIVER = (9, 12)  # NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOUND: a host without GPUs
 
 
@@ -35,9 +38,39 @@ _NO_DRIVER = (9, 12)  # NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIBRARY_NOT_FOU
 class _Gpu:
     handle: Any
     number: int
+    pci: str = ""
     looks: deque[GpuSample] = field(default_factory=lambda: deque[GpuSample](maxlen=_HISTORY))
     processes: frozenset[int] = frozenset()
     errors: dict[str, int] = field(default_factory=dict[str, int])
+    remapping: dict[str, bool] = field(default_factory=dict[str, bool])
+
+    @property
+    def name(self) -> str:
+        """Its number, and where it is."""
+        return f"GPU {self.number}{f' (PCI:{self.pci})' if self.pci else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """An error that NVIDIA's driver told of.
+
+    Attributes:
+        pci: the GPU's address; empty where it is not known.
+        rank: that uses the GPU; -1 where that is not known, or where several do.
+    """
+
+    number: int
+    gpu: int
+    pci: str = ""
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemoryError:
+    """A line about errors of a GPU's memory, as the driver counts them; ``rank`` as of `Xid`."""
+
+    line: str
+    rank: int = -1
 
 
 class Gpus:
@@ -47,6 +80,8 @@ class Gpus:
         self._library, self._every_s = library, every_s
         self._gpus: tuple[_Gpu, ...] = ()
         self._closed = threading.Event()
+        self._xids: deque[tuple[_Gpu, int]] = deque(maxlen=_MOST_XIDS)
+        self._memory_errors: deque[tuple[_Gpu, str]] = deque(maxlen=_MOST_XIDS)
 
     def start(self) -> None:
         """Start the thread, if there is a driver."""
@@ -73,8 +108,6 @@ class Gpus:
         """
         now_s, gpus = time.monotonic(), self._gpus
         looks = {gpu.number: list(gpu.looks) for gpu in gpus}
-        known = any(gpu.processes.intersection(processes.values()) for gpu in gpus)
-        in_order = dict(zip((gpu.number for gpu in gpus), sorted(processes), strict=False))
         found: list[HostCause] = []
         for gpu in gpus:
             recent, before = looks[gpu.number][-_RECENT:], looks[gpu.number][:-_RECENT]
@@ -85,20 +118,41 @@ class Gpus:
             low = low_clock(recent, max(usual_clock(before), median(neighbours or [0])))
             if low is None:
                 continue
-            ranks: Iterable[int] = ()
-            if known:
-                ranks = (rank for rank, pid in sorted(processes.items()) if pid in gpu.processes)
-            elif len(processes) == len(gpus):
-                ranks = (in_order[gpu.number],)
             detail = f"GPU {gpu.number}: {low.detail}"
-            found += [replace(low, rank=rank, detail=detail) for rank in ranks]
+            found += [replace(low, rank=rank, detail=detail) for rank in self._ranks(gpu, processes)]
         return tuple(found)
+
+    def new_xids(self, processes: Mapping[int, int]) -> list[Xid]:
+        """The Xids since the last call. ``processes`` as in `causes`."""
+        found: list[Xid] = []
+        while self._xids:
+            gpu, number = self._xids.popleft()
+            found.append(Xid(number, gpu.number, gpu.pci, self._rank(gpu, processes)))
+        return found
+
+    def new_memory_errors(self, processes: Mapping[int, int]) -> list[GpuMemoryError]:
+        """The errors of memory since the last call. ``processes`` as in `causes`."""
+        found: list[GpuMemoryError] = []
+        while self._memory_errors:
+            gpu, line = self._memory_errors.popleft()
+            found.append(GpuMemoryError(line, self._rank(gpu, processes)))
+        return found
+
+    def _rank(self, gpu: _Gpu, processes: Mapping[int, int]) -> int:
+        """The rank that uses a GPU; -1 where that is not known, or where several do."""
+        ranks = self._ranks(gpu, processes)
+        return ranks[0] if len(ranks) == 1 else -1
+
+    def _ranks(self, gpu: _Gpu, processes: Mapping[int, int]) -> list[int]:
+        if any(one.processes.intersection(processes.values()) for one in self._gpus):
+            return [rank for rank, pid in sorted(processes.items()) if pid in gpu.processes]
+        in_order = dict(zip((one.number for one in self._gpus), sorted(processes), strict=False))
+        return [in_order[gpu.number]] if len(processes) == len(self._gpus) else []
 
     def _run(self, nvml: Any) -> None:
         try:
             nvml.nvmlInit()
-            numbers = range(nvml.nvmlDeviceGetCount())
-            self._gpus = tuple(_Gpu(nvml.nvmlDeviceGetHandleByIndex(number), number) for number in numbers)
+            self._gpus = tuple(_found(nvml, number) for number in range(nvml.nvmlDeviceGetCount()))
         except nvml.NVMLError as error:
             say = logger.info if error.value in _NO_DRIVER else logger.warning  # pyright: ignore[reportAttributeAccessIssue]
             say("the GPUs' clocks and errors are not watched: %s", error)
@@ -107,11 +161,21 @@ class Gpus:
         for turn in count():
             for gpu in self._gpus:
                 _look(nvml, gpu)
+                self._memory_errors.extend((gpu, line) for line in _memory_errors(nvml, gpu))
                 if turn % _ERRORS_EVERY == 0:
                     _tell_errors(nvml, gpu)
-            _tell_events(nvml, events, self._gpus)
+            self._xids.extend(_tell_events(nvml, events, self._gpus))
             if self._closed.wait(self._every_s):
                 return
+
+
+def _found(nvml: Any, number: int) -> _Gpu:
+    gpu = _Gpu(nvml.nvmlDeviceGetHandleByIndex(number), number)
+    with suppress(nvml.NVMLError):
+        info = nvml.nvmlDeviceGetPciInfo(gpu.handle)
+        # The driver's own lines have an address in this form.
+        gpu.pci = f"{info.domain & 0xFFFF:04x}:{info.bus:02x}:{info.device:02x}"
+    return gpu
 
 
 def _look(nvml: Any, gpu: _Gpu) -> None:
@@ -131,11 +195,41 @@ def _look(nvml: Any, gpu: _Gpu) -> None:
         gpu.processes = frozenset(int(one.pid) for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
 
 
-def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
-    handle, found = gpu.handle, dict[str, int]()
+def _memory_errors(nvml: Any, gpu: _Gpu) -> Iterator[str]:
+    """Lines about what is new of the GPU's memory: errors that were not corrected, rows that were not remapped.
+
+    What was there before the first look is logged, and is no news. An old driver or GPU tells nothing.
+    """
     with suppress(nvml.NVMLError):
         sort, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        found["uncorrected memory errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, sort, since)
+        now = int(nvml.nvmlDeviceGetTotalEccErrors(gpu.handle, sort, since))
+        if more := _more(gpu, UNCORRECTED, now):
+            yield f"NVML: {gpu.name}: {more} more {UNCORRECTED} ({now})"
+    with suppress(nvml.NVMLError):
+        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(gpu.handle)
+        for is_so, what in (
+            (has_failed, "a row of memory could not be remapped"),
+            (is_pending, "a row of memory is to be remapped at the next reset"),
+        ):
+            before = gpu.remapping.get(what)
+            gpu.remapping[what] = bool(is_so)
+            if is_so and not before:
+                logger.warning("%s: %s", gpu.name, what)
+                if before is not None:
+                    yield f"NVML: {gpu.name}: {what}"
+
+
+def _more(gpu: _Gpu, name: str, now: int) -> int:
+    """By how much a counter has grown since the last look; that is logged."""
+    before = gpu.errors.get(name, now)
+    gpu.errors[name] = now
+    if now > before:
+        logger.warning("GPU %d: %d more %s (%d)", gpu.number, now - before, name, now)
+    return max(now - before, 0)
+
+
+def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
+    handle, found = gpu.handle, dict[str, int]()
     for name, counter in (
         ("NVLink replays", nvml.NVML_NVLINK_ERROR_DL_REPLAY),
         ("NVLink recoveries", nvml.NVML_NVLINK_ERROR_DL_RECOVERY),
@@ -151,10 +245,7 @@ def _tell_errors(nvml: Any, gpu: _Gpu) -> None:
         with suppress(nvml.NVMLError):
             found["NVLinks inactive"] += not nvml.nvmlDeviceGetNvLinkState(handle, link)
     for name, now in found.items():
-        before = gpu.errors.get(name)
-        gpu.errors[name] = now
-        if before is not None and now > before:
-            logger.warning("GPU %d: %d more %s (%d)", gpu.number, now - before, name, now)
+        _more(gpu, name, now)
 
 
 def _register(nvml: Any, gpus: Iterable[_Gpu]) -> Any:
@@ -168,12 +259,13 @@ def _register(nvml: Any, gpus: Iterable[_Gpu]) -> Any:
     return events
 
 
-def _tell_events(nvml: Any, events: Any, gpus: Iterable[_Gpu]) -> None:
+def _tell_events(nvml: Any, events: Any, gpus: Iterable[_Gpu]) -> Iterator[tuple[_Gpu, int]]:
     while events is not None:
         try:
             event = nvml.nvmlEventSetWait(events, 0)
         except nvml.NVMLError:  # no event is waiting
             return
         device = cast(event.device, c_void_p).value
-        numbers = [str(gpu.number) for gpu in gpus if cast(gpu.handle, c_void_p).value == device]
-        logger.warning("GPU %s: XID %d", ", ".join(numbers) or "?", event.eventData)
+        of = [gpu for gpu in gpus if cast(gpu.handle, c_void_p).value == device]
+        logger.warning("GPU %s: XID %d", ", ".join(str(gpu.number) for gpu in of) or "?", event.eventData)
+        yield from ((gpu, int(event.eventData)) for gpu in of)

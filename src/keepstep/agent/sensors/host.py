@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from keepstep.agent.sensors.processes import ProcessId
+from keepstep.core.control_groups import groups_of
 from keepstep.core.cpu_counters import CpuCounters, cpu_counters, quota_file
 from keepstep.core.summary import HostCause
 from keepstep.detect import host_cause
@@ -27,10 +28,14 @@ class HostSensors:
 
     def look(self, now_s: float, processes: Mapping[int, ProcessId]) -> None:
         """Read the counters of every rank's process."""
+        found: dict[bytes, Path | None] = {}  # the quota of each control group: most ranks share one
         for rank, process in processes.items():
             known = self._processes.get(rank) == process
             if not known or self._count % _QUOTA_LOOKS == 0:
-                quota = quota_file(process.pid)
+                group = groups_of(process.pid)
+                if group not in found:
+                    found[group] = quota_file(process.pid)
+                quota = found[group]
                 if not known or quota != self._quotas.get(rank):  # another cgroup has counters of its own
                     self._looks[rank] = deque(maxlen=_WINDOW)
                 self._processes[rank], self._quotas[rank] = process, quota

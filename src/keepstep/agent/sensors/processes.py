@@ -48,6 +48,12 @@ def alive(process: ProcessId) -> bool:
     return state_of(process) not in GONE
 
 
+def parent_of(pid: int, proc: Path = PROC) -> int:
+    """The parent of a process, also of one that is a zombie; 0 if it is gone."""
+    fields = _stat(pid, proc)
+    return int(fields[1]) if fields is not None else 0
+
+
 def carriers(environment: Mapping[str, Container[str]]) -> list[int]:
     """Pids of readable processes that have, for each variable in ``environment``, one of the given values."""
     return [int(one.name) for one in PROC.iterdir() if one.name.isdigit() and _carries(one, environment)]

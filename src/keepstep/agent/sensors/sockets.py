@@ -33,6 +33,10 @@ _REQUEST = struct.Struct("=BBBBI48x")
 _MESSAGE_BYTES = 72  # struct inet_diag_msg
 _QUEUE_AND_INODE = struct.Struct("=I8xI")  # idiag_rqueue, idiag_wqueue and idiag_uid, idiag_inode
 _QUEUE_AT = 56
+_SOURCE, _TARGET = (
+    slice(8, 24),
+    slice(24, 40),
+)  # idiag_src and idiag_dst; IPv4 has the first 4 bytes, then zeros
 _ATTRIBUTE = struct.Struct("=HH")
 _BYTES = struct.Struct("=QQ")  # tcpi_bytes_acked and tcpi_bytes_received
 _BUSY = struct.Struct("=QQ")  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds
@@ -140,7 +144,7 @@ class SocketSensor:
         return self._unread.get(pid, 0)
 
     def _look(self, now_s: float, processes: Iterable[ProcessId]) -> None:
-        found = {one.inode: one for one in connections() if one.source != one.target}
+        found = {one.inode: one for one in connections(within_hosts=False)}
         self._count += 1
         if self._count % _RESCAN_LOOKS == 0:
             self._foreign &= found.keys()  # numbers of inodes are reused
@@ -172,8 +176,11 @@ class SocketSensor:
         self._last, self.looked_s = own, now_s
 
 
-def connections() -> Iterator[Connection]:
-    """All established TCP connections of this network namespace. Raises OSError if the kernel does not list them."""
+def connections(*, within_hosts: bool = True) -> Iterator[Connection]:
+    """The established TCP connections of this network namespace. Raises OSError if the kernel does not list them.
+
+    ``within_hosts``: also those from an address to the same.
+    """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asking:
         asking.settimeout(1.0)
         left = MOST_SOCKETS
@@ -182,7 +189,8 @@ def connections() -> Iterator[Connection]:
             length = _HEADER.size + len(request)
             asking.send(_HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _DUMP_REQUEST, 0, 0) + request)
             for message in _messages(asking):
-                one = _connection(message, family) if left > 0 else None
+                is_wanted = left > 0 and (within_hosts or message[_SOURCE] != message[_TARGET])
+                one = _connection(message, family) if is_wanted else None
                 if one is not None:
                     left -= 1
                     yield one
@@ -209,8 +217,8 @@ def _messages(asking: socket.socket) -> Iterator[bytes]:
 def _connection(message: bytes, family: int) -> Connection | None:
     """The connection in an ``inet_diag_msg`` followed by a ``tcp_info``; None if the kernel is too old for that."""
     width = 4 if family == socket.AF_INET else 16
-    source = _text(family, message[8 : 8 + width])
-    target = _text(family, message[24 : 24 + width])
+    source = _text(family, message[_SOURCE][:width])
+    target = _text(family, message[_TARGET][:width])
     unread, inode = _QUEUE_AND_INODE.unpack_from(message, _QUEUE_AT)
     at = _MESSAGE_BYTES
     while at + _ATTRIBUTE.size <= len(message):

@@ -227,5 +227,5 @@ def _checked(body: dict[str, Any] | None, kind: type[T]) -> T | None:
         return None
     try:
         return msgspec.convert(body, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeError):  # half a character pair is no text
         return None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from keepstep.control.cluster import Cluster
 from keepstep.control.incidents.agents import Agents
 from keepstep.control.incidents.hang_evidence import Patience
+from keepstep.control.incidents.job_words import JobWords
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.register import Register, Saying
 from keepstep.control.incidents.validations import Validations
@@ -41,6 +42,7 @@ class Desk:
     rank_moves: RankMoves  # has ranks play on other nodes
     register: Register  # gives incidents their numbers, and publishes them
     patience: Patience  # with processes that hang
+    words: JobWords  # what ranks and kernels have said
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
 
     def evidence(self, now_s: float, **known: Any) -> Evidence:

@@ -10,14 +10,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from keepstep.control.incidents.case import Case, Desk, noted, unlocated
+from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, unlocated
 from keepstep.control.incidents.hang_case import HangCase
+from keepstep.control.incidents.job_words import cause_of, cause_of_hang
+from keepstep.control.incidents.pair_probes import PairProbes, ask
 from keepstep.core.deaths import DIED, is_vague, testimony
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Incident, Recovery
+from keepstep.core.incident import Action, Culprit, Diagnosis, FailureCause, Incident, Recovery
 from keepstep.core.lost_connection import tells_of_a_timeout
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.core.summary import RankState
+from keepstep.core.summary import PathProbe, RankState
+from keepstep.core.told import Failure
 from keepstep.wire.messages import States
 
 GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
@@ -29,6 +32,13 @@ _SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become k
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
 _MOST_WORDS = 120  # characters of a rank's last words in an event
+_UNREACHABLE = FailureCause(
+    "network",
+    "unreachable",
+    "nodes cannot be reached: their hosts are down, or the network to them is cut",
+    "medium",
+    "see whether the host answers on another network, such as that of its management",
+)
 
 
 class CrashCase(Case):
@@ -46,12 +56,16 @@ class CrashCase(Case):
         self._states: dict[int, RankState] = {}  # what they answered, by rank
         self._actions: list[Action] = []  # what was done before there was an incident
         self._findings: dict[int, Finding] = {}
+        self._heard_unix_s: dict[int, float] = {}  # when each death was heard of, by rank
         self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
         self._first_s: float | None = None
         self._news_s = 0.0  # when something came last
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
+        self._has_new_words = False  # since the last decision
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
+        self._pairs: PairProbes | None = None  # asked of agents, once, because the network has failed
+        self._pairs_told = ""  # what they answered
         self._run_again_s = math.inf  # since when all ranks that died run again
 
     def found(self, finding: Finding, now_s: float) -> None:
@@ -61,6 +75,7 @@ class CrashCase(Case):
         if finding.step < 0:  # launchers do not know steps
             finding = replace(finding, step=self._desk.cluster.step_of(finding.rank) + 1)
         self._findings[finding.rank] = finding
+        self._heard_unix_s[finding.rank] = self._desk.unix_s(now_s)
         self.incarnation = finding.incarnation
         self._began(now_s)
         self._ask(finding, now_s)
@@ -75,6 +90,11 @@ class CrashCase(Case):
         """Note that it has become known that a rank ended with exit code 0."""
         if self._findings:
             self._began(now_s)
+
+    def heard(self) -> None:
+        """Note that ranks or kernels have said more."""
+        if self._first_s is not None:
+            self._dirty = self._has_new_words = True
 
     def follows(self, hang: HangCase) -> None:
         """Take over a hang that is open: it ends with these deaths, or they belong to it."""
@@ -98,6 +118,15 @@ class CrashCase(Case):
             if state is not None:
                 self._findings[rank] = replace(finding, step=state.step + 1)
 
+    def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
+        """Take the outcome of probes between pairs of nodes as evidence; it blames nobody."""
+        self.probing = None
+        if self._pairs is not None and (told := self._pairs.told(probes)):
+            self._pairs_told = told
+            if self.incident is not None:
+                self.incident = replace(self.incident, evidence=(*self.incident.evidence, told))
+                self._publish("")
+
     def acted(self, action: Action) -> None:
         """Note what was done about the incident; before there is one it waits."""
         if self.incident is None:
@@ -107,7 +136,7 @@ class CrashCase(Case):
 
     def exit_code(self, now_s: float) -> int | None:
         """The exit code of the rank to blame, else of the first rank that died; None when it is not known."""
-        culprits = self.incident.culprits if self.incident else self._locate(now_s).culprits
+        culprits = self.incident.culprits if self.incident else self._locate(now_s, None).culprits
         blamed = [culprit.rank for culprit in culprits]
         for rank in [*blamed, *self._findings]:
             finding = self._findings.get(rank) if rank is not None else None
@@ -127,7 +156,7 @@ class CrashCase(Case):
         if self._decided_s is None:
             is_due = self._knows_enough(now_s - self._first_s, now_s - self._news_s)
         else:
-            is_due = now_s - self._decided_s >= _SHARPEN_S
+            is_due = now_s - self._decided_s >= (GATHER_S if self._has_new_words else _SHARPEN_S)
         if is_due:
             self.decide(now_s)
 
@@ -149,15 +178,27 @@ class CrashCase(Case):
         """Publish a verdict on what has come so far."""
         if not self._dirty:
             return
-        self._dirty, self._decided_s = False, now_s
+        self._dirty, self._has_new_words, self._decided_s = False, False, now_s
         cluster, old = self._desk.cluster, self.incident
-        diagnosis = self._locate(now_s)
+        failure = self._failure()
+        diagnosis = self._locate(now_s, failure)
+        # Where only consequences were told, but the culprit is known all the same, these tell nothing more.
+        cause = cause_of(failure) if failure.root or not diagnosis.culprits else None
+        if self._lost and not _tells_why(cause):
+            cause = _UNREACHABLE
+        elif not _tells_why(cause):
+            cause = cause_of_hang(diagnosis, self._states) or cause
+        if cause is not None and cause.cause_class == "network" and self._pairs is None:
+            self._pairs = ask(cluster, self._desk.agents, self._lost, now_s)
+            self.probing = self._pairs.number if self._pairs is not None else None
+        if self._pairs_told:
+            diagnosis = replace(diagnosis, evidence=(*diagnosis.evidence, self._pairs_told))
         if self._hang is not None:
             hang, self._hang = self._hang, None
             died = {culprit.rank for culprit in diagnosis.culprits if culprit.cause == DIED}
             # None has died of its own doing but those that keepstep ended for the hang.
             if not self._lost and died <= hang.ended and (incident := hang.handed_over(now_s)) is not None:
-                self._go_on(incident, hang.ended, diagnosis, now_s)
+                self._go_on(replace(incident, cause=cause or incident.cause), hang.ended, diagnosis, now_s)
                 return
             hang.end(now_s)
         step = max((finding.step for finding in self._findings.values()), default=-1)
@@ -165,7 +206,7 @@ class CrashCase(Case):
         if old is not None and (self._continues or not diagnosis.culprits):
             blamed = {culprit.rank for culprit in old.culprits}
             victims = tuple(rank for rank in diagnosis.victims if rank not in blamed)
-            self.incident = replace(old, victims=victims or old.victims)
+            self.incident = replace(old, victims=victims or old.victims, cause=cause or old.cause)
             self._publish("")
             return
         first_s = now_s if self._first_s is None else self._first_s
@@ -177,7 +218,11 @@ class CrashCase(Case):
             detected_step=step,
             ranks_reporting=cluster.reporting_ranks,
             incarnation=max(self.incarnation, 0),
+            cause=cause or (old.cause if old is not None else None),
         )
+        told, tells = old is not None and _tells_why(old.cause), _tells_why(cause)
+        if old is not None and tells and not told and same_culprits(old, diagnosis):
+            self._publish("sharper")
         self._catch_up()
 
     def _go_on(self, incident: Incident, by_us: Collection[int], diagnosis: Diagnosis, now_s: float) -> None:
@@ -268,13 +313,27 @@ class CrashCase(Case):
         else:
             self._run_again_s = min(self._run_again_s, now_s)
 
-    def _locate(self, now_s: float) -> Diagnosis:
+    def _failure(self) -> Failure:
+        """What the words of ranks and kernels tell; nothing where they cannot be explained."""
+        try:
+            deaths = [(one, self._heard_unix_s[rank]) for rank, one in self._findings.items()]
+            return self._desk.words.failure(deaths, range(self._desk.cluster.known_ranks))
+        except Exception:
+            return Failure("", "", "")
+
+    def _locate(self, now_s: float, failure: Failure | None) -> Diagnosis:
         desk = self._desk
         if self._lost:
             return self._lost_nodes()
         try:
             findings = [*self._findings.values(), *self._who_left()]
-            return desk.locators.crash(desk.evidence(now_s, states=self._known_states(), findings=findings))
+            evidence = desk.evidence(now_s, states=self._known_states(), findings=findings)
+            diagnosis = desk.locators.crash(evidence)
+            if failure is None:
+                return diagnosis
+            own = frozenset(rank for rank, death in self._findings.items() if testimony(death) == "own")
+            places = evidence.nodes, desk.cluster.node_at_address()
+            return desk.locators.by_words(diagnosis, failure, *places, own)
         except Exception as error:
             return unlocated("crash", error)
 
@@ -303,6 +362,10 @@ class CrashCase(Case):
             culprits.append(Culprit(node=name, confidence="medium", cause="node lost", detail=detail))
         crashed = tuple(f"rank {rank} ended, too" for rank in sorted(self._findings)[:3])
         return Diagnosis("crash", tuple(culprits), others, (told, *crashed), (), "node lost")
+
+
+def _tells_why(cause: FailureCause | None) -> bool:
+    return cause is not None and cause.first is not None
 
 
 def _how_it_ended(deaths: Mapping[int, Finding], by_us: Collection[int]) -> str:

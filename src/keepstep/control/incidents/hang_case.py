@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.control.incidents.case import Case, Desk, blamed, is_port, is_traffic, unlocated
 from keepstep.control.incidents.hang_evidence import tempered, work_for_themselves
+from keepstep.control.incidents.job_words import cause_of_hang
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.register import Saying
 from keepstep.core.finding import Finding
@@ -15,6 +17,8 @@ from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
+
+logger = logging.getLogger("keepstep.control")
 
 _AGAIN_S = 2.0  # between questions while the hang is not confirmed
 _STALLED_S = 1.0  # data under way between two hosts without an acknowledgement for so long: stalled
@@ -45,6 +49,7 @@ class HangCase(Case):
         self._limit_s = 0.0
         self._wants_launched = False  # torch's recorder did not tell of all ranks on NCCL
         self._all_wait = False  # the case was opened because all ranks wait, not by a finding
+        self._is_usual = False  # they wait no longer than usual: only calls that do not fit are a hang
         self._step = -1
         self._tries = 0
         self._sharpened = len(_SHARPEN_S) if incident else 0
@@ -80,6 +85,14 @@ class HangCase(Case):
         self._stuck_s = self._limit_s = min(overdue, default=0.0)
         self._ask(stacks=False, now_s=now_s)
 
+    def all_inside(self, now_s: float) -> None:
+        """Open the case because all ranks are in operations: a hang only if their calls do not fit each other."""
+        self._is_usual = self._all_wait = True
+        self._step = self._desk.cluster.newest_step
+        self._first_s = now_s
+        self._stuck_s = self._limit_s = min((one.idle_s for one in self._desk.cluster.beats()), default=0.0)
+        self._ask(stacks=False, now_s=now_s)
+
     def resumed(self, finding: Finding, now_s: float) -> None:
         """Note that one rank goes on; once most of the stuck ranks do, the case is closed."""
         self._resumed.add(finding.rank)
@@ -105,6 +118,9 @@ class HangCase(Case):
             if not self._confirmed(states, going):
                 self._answers = ()
                 self.closed = self._tries >= _MOST_TRIES
+                return
+            if self._is_usual and not self._stuck and not self._calls_differ(states):
+                self.closed = True
                 return
         diagnosis = self._decide(now_s)
         if diagnosis.paths and self.probing is None and (self.incident is not None or not self._probed):
@@ -190,7 +206,8 @@ class HangCase(Case):
 
     def _all_go_on(self) -> bool:
         cluster = self._desk.cluster
-        return not cluster.overdue_nodes and all(one.alive for one in cluster.beats())
+        waiting = cluster.overdue_nodes or cluster.inside_nodes
+        return not waiting and all(one.alive for one in cluster.beats())
 
     def _stuck_for(self, now_s: float) -> float:
         return self._stuck_s + (now_s - self._first_s if self._first_s is not None else 0.0)
@@ -207,6 +224,13 @@ class HangCase(Case):
             if moved:
                 going.add(state.rank)
         return going
+
+    def _calls_differ(self, states: Sequence[RankState]) -> bool:
+        try:
+            return self._desk.locators.calls_differ(states, self._desk.cluster.groups)
+        except Exception:
+            logger.exception("the calls of ranks could not be compared: no desync is told early")
+            return False
 
     def _confirmed(self, states: Sequence[RankState], going: set[int]) -> bool:
         if self._all_wait and not self._stuck:
@@ -266,7 +290,8 @@ class HangCase(Case):
         if old is None:
             self._verdict_s = now_s
         reporting = len({state.rank for state in states})
-        self._conclude(told, now_s, began, stuck_s=stuck_s, ranks_reporting=reporting)
+        cause = cause_of_hang(told, by_rank)
+        self._conclude(told, now_s, began, stuck_s=stuck_s, ranks_reporting=reporting, cause=cause)
         return diagnosis
 
     def _who_holds_up(self, diagnosis: Diagnosis, states: Mapping[int, RankState]) -> frozenset[int]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.node_clocks import Clocks
-from keepstep.core.summary import ClockSample, IterationSummary, PathProbe
+from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, PathProbe, RankState
+from keepstep.core.told import Failure
 
 # Named as missing in a diagnosis where neither `Locators.waits_recorded` nor `Locators.waits_seen` holds.
 NO_WAITS = (
@@ -55,6 +56,21 @@ class Locators:
     def hang(self, evidence: Evidence) -> Diagnosis:
         """Who keeps the others waiting."""
         return _locate().locate_hang(evidence)
+
+    def calls_differ(self, states: Sequence[RankState], groups: Mapping[str, GroupInfo]) -> bool:
+        """Whether ranks have called one collective so differently that it cannot end."""
+        return _locate().calls_differ(states, groups)
+
+    def by_words(
+        self,
+        diagnosis: Diagnosis,
+        failure: Failure,
+        nodes: Mapping[int, str],
+        addresses: Mapping[str, str],
+        witnesses: frozenset[int],
+    ) -> Diagnosis:
+        """The diagnosis of a crash, with the culprits that words name."""
+        return _locate().blame_by_words(diagnosis, failure, nodes, addresses, witnesses)
 
     def wants_launched(self, evidence: Evidence) -> bool:
         """Whether what NCCL itself counts may tell more than is known."""

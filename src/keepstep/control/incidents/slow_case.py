@@ -51,7 +51,7 @@ _LEAST_BEFORE = 8  # earlier steps that suffice as healthy ones; then the last b
 _BEFORE_STEPS_LARGE = 4  # steps before the onset that are asked for in large jobs
 _ENOUGH_RANKS = 256  # slow ranks that need no other proof, however large the job is
 _CONFIRM_RATIO = 1.08  # a growth of all ranks' iteration times that confirms what a few ranks have reported
-_OWN_RATIO = 1.10  # a growth of the slow ranks' own iteration times that confirms it at a second look
+_OWN_RATIO = 1.10  # likewise of the slow ranks' own, at a second look, where the job as a whole is no faster
 # The same of all ranks' iteration times where the slow ranks' time without waits has grown by so much: others' waits
 # take up a part of it.
 _ABSORBED_RATIO, _SELF_RATIO = 1.05, 1.2
@@ -350,7 +350,7 @@ class SlowCase(Case):
         selves = ratios_of(before, after, "self_s") if felt >= _ABSORBED_RATIO else {}
         if self._slow and all(selves.get(rank, 0.0) >= _SELF_RATIO for rank in self._slow):
             return True
-        own = [grown[rank] for rank in self._slow if rank in grown]
+        own = [grown[rank] for rank in self._slow if rank in grown and felt >= 1.0]
         return self._tries > 0 and bool(own) and min(own) >= _OWN_RATIO
 
     def _many(self) -> bool:

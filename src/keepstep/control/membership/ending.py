@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from keepstep.control.effects import Exit
+from keepstep.control.membership.reforming_orders import End
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.wire.messages import Bye, Ended, Stop
+
+
+def exit_code_of(end: End, located: int | None) -> int:
+    """The exit code of a job that ends so. ``located``: that of the rank to blame, where that is known."""
+    return end.exit_code if end.by_operator or end.kind else located or end.exit_code
 
 
 class Ending:

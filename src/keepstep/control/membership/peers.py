@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from keepstep.control.cluster import Cluster, Node
 from keepstep.control.effects import Disconnect, Effect, Send
 from keepstep.control.membership.rendezvous import MOST_NODES, MOST_RANKS, Launcher, Rendezvous
 from keepstep.control.settings import Settings
+from keepstep.validate.judge_nodes import differences
 from keepstep.wire.messages import PROTOCOL, Heartbeat, Hello, Join, Refused, Stop, Welcome
 
 MOST_SKEW_S = 10.0  # with a larger skew logs, files on storage and certificates of two nodes would contradict
+_MOST_DIFFERENCES = 8  # lines about software that is not the same on all nodes, of one table
 _STALL_S = 1.0  # when a tick is this late, the controller slept, not the agents
 
 
@@ -152,6 +154,8 @@ class Admission:
         self._clock_s = clock_s
         self._first: Join | None = None
         self.found: dict[str, tuple[str, ...]] = {}  # problems that each node's checks found, by its name
+        self._alike: dict[str, tuple[str, ...]] = {}
+        self._told: set[str] = set()
 
     def objection(self, join: Join) -> str:
         """Why this launcher cannot take part; "": it can. One that has a place already is not asked."""
@@ -173,5 +177,15 @@ class Admission:
             )
         if first is None or not first.versions:
             self._first = join
-        self.found[join.node] = join.checks
+        self.found[join.node], self._alike[join.node] = join.checks, join.alike
         return ""
+
+    def differences(self, nodes: Iterable[str]) -> list[str]:
+        """What is new of software that should be the same on these nodes and is not; also added to ``found``."""
+        have = {node: alike for node in nodes if (alike := self._alike.get(node))}
+        lines = [(line, odd) for line, odd in differences(have).items() if line not in self._told]
+        for line, odd in lines[:_MOST_DIFFERENCES]:
+            self._told.add(line)
+            for node in odd:
+                self.found[node] = (*self.found.get(node, ()), line)
+        return [line for line, _ in lines[:_MOST_DIFFERENCES]]

@@ -8,7 +8,7 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Reach, Send, StoreCouncil, StorePlacement, Tell
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
-from keepstep.control.membership.peers import Peers
+from keepstep.control.membership.peers import Admission, Peers
 from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.wire.messages import Council, Placement, Spare, Stop
@@ -27,6 +27,7 @@ class Placing:
     peers: Peers
     ending: Ending
     effects: list[Effect]
+    admission: Admission
     # To be ended once electors agree on the table.
     excluded: list[Exclude] = field(default_factory=list[Exclude])
 
@@ -47,6 +48,7 @@ class Placing:
             self.take(table)
             rows = tuple((one.node, one.pid, placement) for one, placement in table.items())
             self.effects.append(StorePlacement(rows))
+            self.effects += map(Tell, self.admission.differences([one.node for one in table]))
         for peer, placement in placed.answers:
             sender = self.peers.connected.get(peer)
             if sender is not None and sender.launcher is not None:

@@ -16,7 +16,7 @@ from keepstep.control.membership.absence import Absence
 from keepstep.control.membership.next_table import Incarnations, NextTable, Plan, Trial
 from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
-from keepstep.control.membership.restart_budget import Spending
+from keepstep.control.membership.restart_budget import Spending, StoragePause
 from keepstep.control.membership.roll_call import BY_HAND, LOST_CODE, Occasion, RollCall
 from keepstep.control.membership.transitions import CONCLUSIONS, TRANSITIONS, Action, Event, State
 from keepstep.control.settings import Settings
@@ -66,6 +66,8 @@ class Reforming:
 
         # The next tick has to look for a conclusion: perhaps no message will come any more that leads to one.
         self._is_due = False
+
+        self._storage = StoragePause()
 
         # Whether the newest placement was an exchange that was ordered, and every node has the place it was to take.
         self.exchanged = False
@@ -217,8 +219,18 @@ class Reforming:
         self._is_due = False
         if not self.under_way or self._roll.awaited:
             return []
+        if (told := self._storage.waits(self._pause_s, self.incarnation, now_s)) is not None:
+            self._is_due = True
+            return told
         event, what = self._conclusion(now_s)
         return self._fire(event, now_s, what)
+
+    @property
+    def _pause_s(self) -> float:
+        """How long storage is given to be mended before the next incarnation."""
+        is_last = self.restarts >= self._rendezvous.max_restarts or self._occasion.ordered_by
+        refused = is_last or self.spending.refused(self.incarnation) is not None
+        return 0.0 if refused else self.spending.pause_s(self.incarnation)
 
     def _conclusion(self, now_s: float) -> tuple[Event, Any]:
         """Which of `CONCLUSIONS` follows from what launchers have said, and what the actions have to know of it."""

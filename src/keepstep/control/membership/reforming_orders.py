@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from keepstep.control.effects import Tell
 from keepstep.control.membership.rendezvous import Launcher, Placed
+from keepstep.core.exit_codes import SchedulersKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class End:
     exit_code: int
     reason: str
     by_operator: bool = False
+    kind: SchedulersKind = ""
 
 
 @dataclass(frozen=True, slots=True)

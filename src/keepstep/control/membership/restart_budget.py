@@ -7,10 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keepstep.core.budgets import Cause, Limits, Refusal, comes_first, refusal
+from keepstep.control.effects import Tell
+from keepstep.control.membership.reforming_orders import Order
+from keepstep.core.budgets import Cause, Limits, Refusal, comes_first, pause_s, refusal
+from keepstep.detect.error_kind import kind_of
 from keepstep.wire.messages import Failed
 
 _MOST = 256  # causes that are kept, one for each incarnation
+
+
+class StoragePause:
+    """The pause in which storage may be mended, before the restart for its error."""
+
+    def __init__(self) -> None:
+        self._incarnation = -1
+        self._until_s = 0.0
+
+    def waits(self, pause_s: float, incarnation: int, now_s: float) -> list[Order] | None:
+        """What to tell while the pause lasts, from the first call for an incarnation on; None once it is over."""
+        if not pause_s:
+            return None
+        if incarnation == self._incarnation:
+            return [] if now_s < self._until_s else None
+        self._incarnation, self._until_s = incarnation, now_s + pause_s
+        return [Tell(f"the job begins again in {pause_s:.0f} s, as storage may be mended until then")]
 
 
 class Spending:
@@ -24,7 +44,9 @@ class Spending:
         """Workers of a node failed, now or earlier."""
         at_s = failed.unix_s or self._unix_s(now_s)
         error = failed.message.removeprefix(f"rank {failed.rank}: ")
-        self._add(failed.incarnation, Cause(at_s, node, failed.rank, failed.step, error, failed.by_keepstep))
+        kind = kind_of(error)
+        said = (failed.rank, failed.step, error, failed.by_keepstep, kind[1] if kind else "")
+        self._add(failed.incarnation, Cause(at_s, node, *said))
 
     def lost(self, node: str, incarnation: int, now_s: float) -> None:
         """A node is lost, which ends this incarnation."""
@@ -40,6 +62,13 @@ class Spending:
             return None
         ended = sorted(one for one in self._causes if one <= incarnation)
         return refusal(self._limits, [self._causes[one] for one in ended])
+
+    def pause_s(self, incarnation: int) -> float:
+        """How long to wait before the restart for what ended this incarnation."""
+        if incarnation not in self._causes:
+            return 0.0
+        ended = sorted(one for one in self._causes if one <= incarnation)
+        return pause_s([self._causes[one] for one in ended])
 
     def _add(self, incarnation: int, cause: Cause) -> None:
         known = self._causes.get(incarnation)

@@ -14,7 +14,7 @@ from pathlib import Path
 from keepstep.core.errors import CheckpointError, RunError
 from keepstep.core.local_socket import connect, listen
 from keepstep.core.own_address import ANYWHERE, address_towards
-from keepstep.launch.command.meeting import Endpoint
+from keepstep.launch.command.meeting import Endpoint, Rendezvous
 
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports that the kernel gives to connections
 _LEAST_PORT = 10_000
@@ -127,6 +127,31 @@ def _lasting_ports() -> list[int]:
     above, below = range(last + 1, 1 << 16), range(_LEAST_PORT, first)
     ports = above if len(above) >= _PORTS_WANTED else below
     return random.sample(ports, min(_PORTS_TRIED, len(ports)))
+
+
+_claims: list[socket.socket | None] = []  # kept open until the process ends, or lets go
+
+
+def becomes_host(rendezvous: Rendezvous) -> bool:
+    """Whether the others meet at this process: it is node 0, or the first one on the rendezvous endpoint's host."""
+    if rendezvous.endpoint is None:
+        return True
+    if rendezvous.backend == "static":
+        return rendezvous.node_rank == 0
+    if rendezvous.is_host is not None:
+        return rendezvous.is_host
+    if not is_this_host(rendezvous.endpoint.host):
+        return False
+    claim = claim_host(rendezvous.endpoint.port)
+    _claims.append(claim)
+    return claim is not None
+
+
+def let_go() -> None:
+    """End this process's claims, so that another one may become the host."""
+    while _claims:
+        if (claim := _claims.pop()) is not None:
+            claim.close()
 
 
 def claim_host(port: int) -> socket.socket | None:

@@ -167,6 +167,8 @@ def _add_own(group: Any) -> None:
     group.add_argument("--hang-patience", dest="hang_patience_s", type=float, metavar="S", help=text)
     text = "how long a stopped process is left alone (60)"
     group.add_argument("--stopped-patience", dest="stopped_patience_s", type=float, metavar="S", help=text)
+    text = "keep what workers write to stderr (default) or also to stdout (all); or off"
+    group.add_argument("--keep-words", metavar="off|stderr|all", help=text)
     group.add_argument("--secret-file", metavar="FILE", help="secret shared by the nodes (0600)")
     group.add_argument("--tls-cert", metavar="PEM", help="certificate of this node (mutual TLS)")
     group.add_argument("--tls-key", metavar="PEM", help="its private key")

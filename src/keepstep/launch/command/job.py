@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from keepstep.core.budgets import Limits, limits_of
 from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import UsageError
+from keepstep.core.kernel_records import KERNEL_LOG
 from keepstep.core.tls_paths import TlsPaths
 from keepstep.launch.command import flags
 from keepstep.launch.command.meeting import (
@@ -72,6 +73,10 @@ class Job:
     shutdown_timeout_s: float
     virtual_local_rank: bool
     streams: Streams
+    keep_words: str  # streams of the workers that are kept while they are shown: "off", "stderr" or "all"
+    kernel_log: str  # path of the kernel's log
+    end_unix_s: float  # when the scheduler ends the job; 0: as the scheduler's environment says
+    termination_log: str  # path of the file that a container's last message is read from
     run_dir: Path | None
     runs_dir: Path
     name: str
@@ -91,6 +96,7 @@ class Job:
     ring_records: int
     checkpoint_bytes: int  # 0: half of the node's memory
     persisting: Persisting | None  # None: checkpoints stay in memory
+    dataset_paths: str  # with commas between; have to be readable on every node
     checkpoint_backups: int  # nodes that back up each rank's checkpoints in memory
     checkpoint_backup_rate: float  # most bytes a second that a node sends for backups; 0: no limit
     failure_domain: str  # label of the nodes that may be lost together with this one; empty: none are
@@ -152,6 +158,10 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         shutdown_timeout_s=_shutdown_timeout(given, environ),
         virtual_local_rank=given.virtual_local_rank,
         streams=_streams(given, nproc, environ),
+        keep_words=_one_of("--keep-words", value["keep_words"].strip(), "stderr", "all", "off"),
+        kernel_log=value["kernel_log"] or KERNEL_LOG,
+        end_unix_s=_not_negative("KEEPSTEP_END_UNIX_S", value["end_unix_s"]),
+        termination_log=value["termination_log"],
         run_dir=Path(given.run_dir).absolute() if given.run_dir else None,
         runs_dir=Path(value["runs_dir"]).absolute(),
         name=_name(given),
@@ -175,6 +185,7 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         ring_records=value["ring_records"],
         checkpoint_bytes=value["checkpoint_bytes"],
         persisting=persisting_from(value),
+        dataset_paths=value["dataset_paths"],
         checkpoint_backups=_not_negative("--checkpoint-backups", value["checkpoint_backups"]),
         checkpoint_backup_rate=_not_negative("--checkpoint-backup-rate", value["checkpoint_backup_rate"]),
         failure_domain=_label("--failure-domain", value["failure_domain"].strip()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from keepstep.core.config import Setting
+from keepstep.core.kernel_records import KERNEL_LOG
 
 _setting = partial(Setting, "run")
 
@@ -30,6 +31,19 @@ SETTINGS = (
         "how long a process that hangs is left alone; 0: by the timeouts and pauses of its rank, 10 minutes or so",
     ),
     _setting("stopped_patience_s", 60.0, "how long a stopped process is left alone"),
+    _setting(
+        "keep_words",
+        "stderr",
+        "stderr: what workers write to stderr is kept, too; all: and to stdout; off",
+    ),
+    _setting("kernel_log", KERNEL_LOG, "the kernel's log, or a file or FIFO of lines in its form"),
+    _setting("end_unix_s", 0.0, "when the scheduler ends the job, in Unix seconds; 0: as Slurm says"),
+    _setting("termination_log", "/dev/termination-log", "file that Kubernetes reads a last message from"),
+    _setting(
+        "dataset_paths",
+        "",
+        "folders or files of data sets, with commas between, that have to be readable on every node",
+    ),
     _setting("node_name", "", "name of this node in verdicts; empty: the host name"),
     _setting("secret_file", "", "file (0600) with the secret that the processes of a run share"),
     _setting("tls_cert", "", "certificate (PEM) of this node; with tls_key and tls_ca: mutual TLS"),

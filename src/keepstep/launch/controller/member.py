@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from keepstep import wire
+from keepstep.core.exit_codes import SchedulersKind
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 from keepstep.launch.controller.lease import Elector
@@ -186,6 +187,13 @@ class Member:
         self._findings.append(finding)
         return [wire.Found(finding)]
 
+    def told_to_end(self, row: str, text: str, unix_s: float) -> list[wire.Message]:
+        """Tell that the scheduler ends the job; ``row``: of the tables of messages, by its name."""
+        if self.placement is None:
+            return []
+        said = wire.Said(-1, row, text[:_MOST_TEXT], "launcher", 0, unix_s)
+        return [wire.Words(self.placement.node_rank, (said,))]
+
     def recovered(self, recovery: Recovery) -> list[wire.Message]:
         """Tell that all ranks of this node train again after a restart."""
         self._findings = [one for one in self._findings if one.incarnation >= recovery.incarnation]
@@ -222,13 +230,13 @@ class Member:
         self._halt, self._ended = self._halted, None
         return [self._said_halted()]
 
-    def ended(self, exit_code: int, text: str) -> list[wire.Message]:
+    def ended(self, exit_code: int, text: str, kind: SchedulersKind = "") -> list[wire.Message]:
         """Tell that this node's workers have ended, and begin again only by order; or that a spare leaves."""
         by_operator = self.stop is not None and self.stop.by_operator
         if self.placement is None and self.is_spare:
             return [wire.Bye(text)]
         node_rank = self.placement.node_rank if self.placement is not None else -1
-        self._ended = wire.Ended(node_rank, exit_code, text, max(self.incarnation, 0), by_operator)
+        self._ended = wire.Ended(node_rank, exit_code, text, max(self.incarnation, 0), by_operator, kind)
         return [self._ended]
 
     # The connection.

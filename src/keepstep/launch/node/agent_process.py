@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError
 from keepstep.launch.command.meeting import Endpoint
@@ -15,6 +16,9 @@ from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.programs import Companion, agent_command, environment
 from keepstep.launch.node.waiting_program import Waiting
 from keepstep.launch.workers.rings import Rings, preload, shim
+
+if TYPE_CHECKING:
+    from keepstep.launch.workers.incarnation import Workers
 
 _GIVES_WAY_S = 1.5
 _FAILURES = (KeepstepError, OSError, ImportError)  # exceptions that do not end the job
@@ -28,9 +32,9 @@ class Watching:
         run: LocalRun,
         caching: NodeCache,
         where: Callable[[], tuple[Place | None, Endpoint | None]],
-        workers: Callable[[], Mapping[int, int]],
+        workers: Callable[[], Workers | None],
     ) -> None:
-        """``where``: tells this node's place and the controller's address, ``workers`` process ids by rank, as now."""
+        """``where``: tells this node's place and the controller's address, ``workers`` the newest ones, as now."""
         self._workers = workers
         self._run, self._caching, self._where = run, caching, where
         self.rings = Rings()

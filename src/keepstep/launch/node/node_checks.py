@@ -17,9 +17,19 @@ from platform import python_version_tuple
 
 from keepstep import __version__
 from keepstep.core.errors import RunError
+from keepstep.detect.error_kind import speaks_of_hardware
 from keepstep.launch.command.job import Job
 from keepstep.launch.local_run import LocalRun
-from keepstep.launch.node.checks import Found, Subject, kernel_log, resources
+from keepstep.launch.node.checks import (
+    Found,
+    Subject,
+    installed,
+    kernel_log,
+    nics,
+    paths,
+    resources,
+    why_tables,
+)
 
 _CHECKS: Mapping[str, Callable[[Subject], Iterable[Found]]] = {
     "disk": resources.disk,
@@ -27,8 +37,14 @@ _CHECKS: Mapping[str, Callable[[Subject], Iterable[Found]]] = {
     "memory": resources.memory,
     "ports": resources.ports,
     "kernel_log": kernel_log.look,
+    "why_tables": why_tables.look,
+    "network": nics.network,
+    "paths": paths.paths,
 }
+# Software of which other versions are told, and are no error.
+_NEED_NOT_FIT = ("driver", "CUDA", "NCCL")
 _PATIENCE_S = 2.0
+_HARDWARE_S = 0.5
 _LATELY_S = 3600.0  # errors that the kernel told of within this time before the start count
 
 
@@ -38,6 +54,12 @@ def versions(job: Job) -> tuple[str, ...]:
     with suppress(PackageNotFoundError):
         found += [] if job.entry == "program" else [f"torch {version('torch')}"]
     return tuple(found)
+
+
+def alike(job: Job) -> tuple[str, ...]:
+    """Versions that should be the same on all nodes; the driver's only, where workers need not run this Python."""
+    wanted = _NEED_NOT_FIT[:1] if job.entry == "program" else _NEED_NOT_FIT
+    return tuple(f"{name} {text}" for name, text in installed.versions() if name in wanted)
 
 
 def run(
@@ -86,7 +108,12 @@ class NodeChecks:
         job = self._job
         port = job.master_port if job.rendezvous.endpoint is None else 0
         since_s = time.monotonic() - _LATELY_S
-        found = run(Subject(job.node, job.nproc, self._folders, port, since_s, fresh=True))
+        log = job.kernel_log
+        # Whether checkpoints can be written at all is what the check of the disk says.
+        where = job.persisting.where if job.persisting else ""
+        wanted = paths.configured_paths(where, job.dataset_paths, "any")
+        fresh = Subject(job.node, job.nproc, self._folders, port, since_s, True, log, wanted)
+        found = run(fresh)
         unfit = [one.text for one in found if one.unfit]
         if unfit:
             raise RunError(f"{'; and '.join(unfit)} (--no-check starts it anyway)")
@@ -101,8 +128,14 @@ class NodeChecks:
     def failed(self) -> None:
         """Begin to check the node in the background, because a worker has failed."""
         if self._job.check and self._running is None:
-            subject = Subject(self._run.job.node, self._job.nproc, self._folders, 0, self._began_s)
+            job, log = self._job, self._job.kernel_log
+            subject = Subject(self._run.job.node, job.nproc, self._folders, 0, self._began_s, kernel_log=log)
             self._running = asyncio.get_running_loop().run_in_executor(None, run, subject)
+
+    async def about(self, error: str) -> None:
+        """Wait for the check, half a second at most, where a rank's error is about hardware; else not at all."""
+        if self._running is not None and speaks_of_hardware(error):
+            await asyncio.wait([self._running], timeout=_HARDWARE_S)
 
     def unfit(self) -> str:
         """Why workers should not begin again on this node, as far as the checks have found out by now."""

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep.core.budgets import as_text
 from keepstep.core.errors import RunError, UnsafePathError
+from keepstep.core.kernel_records import KERNEL_LOG
 from keepstep.core.own_folders import make_folder, open_file
 from keepstep.core.within import within
 from keepstep.launch.command.job import Job
@@ -24,6 +25,9 @@ from keepstep.launch.command.placement import COOKIE, OURS, Place
 from keepstep.launch.node.waiting_program import Waiting
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, Processes, end_group, give_priority
+
+if TYPE_CHECKING:
+    from keepstep.launch.workers.incarnation import Workers
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
@@ -249,12 +253,12 @@ def agent_command(
     place: Place,
     pages: Mapping[str, Mapping[int, str]],
     cache: str,
-    workers: Callable[[], Mapping[int, int]] = dict[int, int],
+    workers: Callable[[], Workers | None] = lambda: None,
 ) -> list[str]:
     """The agent's command line.
 
     ``pages``: paths by rank of what workers and agent share, by flag: ``ring``, ``orders`` and ``links``. ``cache``:
-    the address of the node's cache, "" without one. ``workers()``: process ids by rank.
+    the address of the node's cache, "" without one. ``workers()``: the newest ones.
     """
     command = [
         *_program("keepstep.agent", job, folder, secret),
@@ -273,8 +277,14 @@ def agent_command(
     for flag, paths in pages.items():
         for rank, path in sorted(paths.items()):
             command += [f"--{flag}", f"{rank}={path}"]
-    for rank, pid in sorted(workers().items()):
-        command += ["--worker", f"{rank}={pid}"]
+    if job.kernel_log != KERNEL_LOG:
+        command += ["--kernel-log", job.kernel_log]
+    if (watched := workers()) is not None:
+        for rank, pid in sorted(watched.pids.items()):
+            command += ["--worker", f"{rank}={pid}"]
+        for rank, streams in sorted(watched.words.items()):
+            for stream in streams:
+                command += ["--words", f"{rank}={stream}"]
     return command
 
 

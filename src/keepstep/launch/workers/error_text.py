@@ -13,6 +13,7 @@ from pathlib import Path
 from keepstep.core.lost_connection import tells_of_another
 
 _MOST_CHARACTERS = 500
+_MOST_LINES = 20  # of an error and what follows it
 _CHAINED = re.compile(
     r"^(?:The above exception was the direct cause of the following exception|"
     r"During handling of the above exception, another exception occurred):$",
@@ -20,7 +21,13 @@ _CHAINED = re.compile(
 )
 _HEADER = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(: .*)?$")
+_UNREAD = re.compile(
+    r'^ +File ".+", line \d+\n(?:.*\n){0,4}?(?:Syntax|Indentation|Tab)Error: .*$', re.MULTILINE
+)
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch puts it before each line of a traceback
+_BEHIND = re.compile(
+    r"(?<=\S)(?=(?:\[rank\d+\]: ?)?Traceback \(most recent call last\):$)", re.MULTILINE
+)  # a progress bar
 _PASSED_ON = re.compile(r"Caught \w+ in ")  # from a data loader's process, a thread, a replica
 _LAST_ERROR = "Last error:"  # NCCL says its cause in the line that follows
 # Errors that programs handle as a matter of course: an echo that follows while one is handled has another cause.
@@ -63,7 +70,8 @@ def of_stderr(tail: str, status: int) -> str:
         return said
     if status < 0 and status != -signal.SIGABRT:
         return ""
-    if said := _of_last_traceback(text):
+    trace = last_traceback(text)
+    if said := of_traceback(trace) or _error(trace):
         return said
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1][:_MOST_CHARACTERS] if lines else ""
@@ -81,15 +89,22 @@ def of_last_words(text: str) -> str:
     return f"Fatal Python error: {fatal[1]} in {where}"[:_MOST_CHARACTERS]
 
 
-def _of_last_traceback(text: str) -> str:
+def last_traceback(text: str) -> str:
+    """The last traceback in what a program has said, with those it is chained to, and all that follows; else empty.
+
+    One that is followed by much else was not the end.
+    """
+    text = _RANK.sub("", _BEHIND.sub("\\n", text))
     headers = [found.start() for found in _HEADER.finditer(text)]
-    if not headers:
-        return ""
+    if not headers:  # Python does not say that it traces where it cannot read the program
+        unread = list(_UNREAD.finditer(text))
+        return text[unread[-1].start() :].rstrip() if unread else ""
     first = headers.pop()
+    if sum(line[:1].strip() != "" for line in text[first:].splitlines()) > _MOST_LINES:
+        return ""
     while headers and _CHAINED.search(text[headers[-1] : first].rstrip().rpartition("\n")[2]):
         first = headers.pop()
-    trace = text[first:]
-    return of_traceback(trace) or _error(trace)
+    return text[first:].rstrip()
 
 
 def _error(block: str) -> str:

@@ -6,18 +6,29 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.core.abort_file import drop_empty
 from keepstep.core.incident import Recovery
 from keepstep.launch.command import run_folder
+from keepstep.launch.command.job import STDERR, STDOUT
 from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
 from keepstep.launch.local_run import LocalRun
+from keepstep.launch.signals import pass_on
 from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
+from keepstep.launch.workers.rank_words import RankWords, Words, read_at
 from keepstep.launch.workers.restarts import Restarts
-from keepstep.launch.workers.root_cause import Failure, examine, first, left_early, seem_left, to_blame
-from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, worker_streams
+from keepstep.launch.workers.root_cause import (
+    Failure,
+    examine,
+    first,
+    last_lines,
+    left_early,
+    seem_left,
+    to_blame,
+)
+from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, sizes, worker_streams
 
 _SWEEP_PATIENCE_S = 5.0
 _UNKILLABLE_S = 10.0
@@ -41,13 +52,16 @@ class Workers:
         finished: Callable[[], None],
         told: Callable[[Failure], None] = lambda _: None,
         is_part: bool = False,
+        words: Mapping[int, RankWords] | None = None,
     ) -> None:
         """``failed`` is called at the first failure, ``finished`` when all ended well.
 
         ``told`` is called, too, as soon as another fails, but not at an end that the launcher may have brought about,
         and when one leaves while others still train. ``is_part``: whether other nodes have workers of the job.
+        ``streams`` and ``words`` are by local rank.
         """
-        self._plans, self._streams = plans, streams
+        self._plans, self._streams, self._words = plans, streams, words or {}
+        self._begin_at = sizes(streams.values())
         self._processes, self._restarts = processes, restarts
         self._failed, self._finished, self._told, self._is_part = failed, finished, told, is_part
         self._children: dict[int, Child] = {}  # workers by local rank
@@ -65,15 +79,21 @@ class Workers:
     def start(self, environ: Mapping[str, str]) -> None:
         """Start all workers. Raises RunError where one cannot be started; ``end`` then ends those that were."""
         for plan in self._plans:
-            streams = self._streams[plan.local_rank]
+            streams, words = self._streams[plan.local_rank], self._words_of(plan)
             opened = [open_for_worker(path) for path in (streams.stdout, streams.stderr)]
-            outputs = [own if file is None else file for file, own in zip(opened, (1, 2), strict=True)]
+            kept = [words.writer(stream) for stream in (STDOUT, STDERR)]
+            candidates = zip(opened, kept, (1, 2), strict=True)
+            outputs = [next(one for one in three if one is not None) for three in candidates]
             try:
                 self._children[plan.local_rank] = self._begin(plan, {**environ, **plan.environment}, outputs)
             finally:
                 for file in opened:
                     if file is not None:
                         os.close(file)
+                words.started()
+
+    def _words_of(self, plan: WorkerPlan) -> RankWords:
+        return self._words.get(plan.local_rank, RankWords())
 
     def _begin(self, plan: WorkerPlan, environment: Mapping[str, str], outputs: Sequence[int]) -> Child:
         """Make a survivor of the last incarnation or a warm standby the worker, else start a process."""
@@ -100,6 +120,20 @@ class Workers:
         """The processes of ``alive``, by rank."""
         children = ((plan.rank, self._children.get(plan.local_rank)) for plan in self._plans)
         return {rank: child.pid for rank, child in children if child is not None and child.alive}
+
+    @property
+    def words(self) -> dict[int, list[str]]:
+        """Where what the workers write can be read, by rank; as by `read_at`."""
+        return {
+            plan.rank: read_at(self._words_of(plan), self._streams[plan.local_rank], self._begin_at)
+            for plan in self._plans
+        }
+
+    def said(self) -> Iterator[str]:
+        """The end of what each worker has written to its stderr."""
+        for plan in self._plans:
+            file = self._streams[plan.local_rank].stderr
+            yield "\n".join(last_lines(file)) if file else self._words_of(plan).stderr() or ""
 
     @property
     def exit_code(self) -> int:
@@ -268,7 +302,8 @@ class Workers:
             self._told(failure)
 
     def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
-        found = examine(plan, pid, status, _unix_s(failed_s), self._streams[plan.local_rank].stderr)
+        stderr, words = self._streams[plan.local_rank].stderr, self._words_of(plan).stderr()
+        found = examine(plan, pid, status, _unix_s(failed_s), stderr, words)
         reason = self._reasons.get(plan.rank)
         if not reason or status != -signal.SIGKILL or found.error_file:
             return found
@@ -296,7 +331,8 @@ class Crew:
         self._run, self.environ = run, environ
         self._failed, self._finished, self._told = failed, finished, told
         self._logs = run_folder.LogFiles(run.folder, run.job.streams.log_dir, run.job.run_id)
-        self.following = Following(run.job, self._logs)  # shows the workers' output; stopped, all of it
+        self._following = Following(run.job, self._logs)
+        self._words = Words(run.job, self._logs, run.warn)
         self.workers: Workers | None = None  # workers of the newest incarnation
         self.restarts = Restarts(
             run,
@@ -311,11 +347,6 @@ class Crew:
         """Failures in the newest incarnation, in the order in which they were seen."""
         return self.workers.failures if self.workers else []
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """Processes of the newest incarnation that have not ended, by rank."""
-        return self.workers.pids if self.workers else {}
-
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:
         """Begin an incarnation. ``environment``: what each worker alone is given, by local rank.
 
@@ -326,20 +357,24 @@ class Crew:
             self.restarts.standbys.folder = self._run.folder / "nodes" / str(place.node_rank)
         plans: list[WorkerPlan] = []
         streams: dict[int, WorkerStreams] = {}
+        words: dict[int, RankWords] = {}
+        self._words.renew()
         for local in range(job.nproc):
             rank = place.first_rank + local
             error_file = {ERROR_FILE: str(self._logs.error_file(rank, local, attempt))}
             more = {**error_file, **environment[local], **self.restarts.environment(place, local)}
             plans.append(worker_plan(job, place, local, self.environ, more))
             streams[local] = worker_streams(job, self._logs, rank, local, attempt)
+            words[local] = self._words.begin(rank, local, attempt, streams[local])
         self.workers = Workers(
             *(plans, streams, self._run.processes, self.restarts),
             failed=self._failed,
             finished=self._finished,
             told=self._told,
             is_part=place.node_count > 1,
+            words=words,
         )
-        self.following.start(streams, place)
+        self._following.start(streams, place)
         self.workers.start({k: v for k, v in self.environ.items() if k not in OURS})
         self.restarts.started(plans, place)
         return self.workers
@@ -350,10 +385,26 @@ class Crew:
             return []
         return await self.workers.end(number, self._run.job.shutdown_timeout_s, kill_now)
 
-    def close(self) -> None:
+    def resized(self) -> None:
+        """The console has another size: so have the workers' terminals."""
+        self._words.resize()
+        if self.workers:
+            pass_on(signal.SIGWINCH, self.workers.pids)
+
+    def said(self) -> Iterator[str]:
+        """The end of what each worker of the newest incarnation has written to its stderr."""
+        return self.workers.said() if self.workers else iter(())
+
+    async def shown(self) -> None:
+        """Have all that the workers have written on the console, and follow them no more."""
+        self._following.stop()
+        await self._words.shown()
+
+    async def close(self) -> None:
         """Let go of everything, because no incarnation follows."""
-        self.following.stop()
+        self._following.stop()
         self.restarts.end()
+        await self._words.end()
 
 
 def _unix_s(at_s: float) -> float:

@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from keepstep.core.budgets import Cause, Refusal, refusal
+from keepstep.core.budgets import Cause, Refusal, pause_s, refusal
 from keepstep.core.incident import Recovery
 from keepstep.core.steady_time import monotonic_s, steady_unix_s
+from keepstep.detect.error_kind import kind_of
 from keepstep.launch.command.placement import OURS, Place, WorkerPlan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.processes import Child
@@ -114,12 +115,21 @@ class Restarts:
         known = steps > 0 or (steps == 0 and bool(failure.message))
         step = self._loaded.get(failure.rank, 0) + steps if known else -1
         at_s = steady_unix_s(monotonic_s(failure.unix_s))
-        return Cause(at_s, self._job.node, failure.rank, step, failure.text, failure.by_keepstep)
+        kind = kind_of(failure.text)
+        return Cause(
+            *(at_s, self._job.node, failure.rank, step, failure.text, failure.by_keepstep),
+            kind=kind[1] if kind else "",
+        )
 
     def refused(self, cause: Cause) -> Refusal | None:
         """Why the budgets allow no restart for this cause; None: they do, and it is counted."""
         self._causes.append(cause)
         return refusal(self._job.restart_budget, self._causes)
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the restart for the newest cause."""
+        return pause_s(self._causes)
 
     async def warmed(self, ready: Callable[[], bool], over: Callable[[], bool]) -> None:
         """Wait until a restart needs no fresh process: all standbys are warm, and everything else is ``ready``.

@@ -66,8 +66,18 @@ class Failure:
         return exit_code(self.status)
 
 
-def examine(plan: WorkerPlan, pid: int, status: int, died_unix_s: float, stderr: Path | None) -> Failure:
-    """The failure of a dead worker; ``stderr`` is the file with its stderr, None when that was the console."""
+def examine(
+    plan: WorkerPlan,
+    pid: int,
+    status: int,
+    died_unix_s: float,
+    stderr: Path | None,
+    kept: str | None = None,
+) -> Failure:
+    """The failure of a dead worker; ``stderr`` is the file with its stderr, None when that was the console.
+
+    ``kept``: the end of what it wrote there, None where that is not known.
+    """
     failure = partial(Failure, plan.rank, plan.local_rank, pid, status)
     error_file = Path(plan.environment[ERROR_FILE])
     written = _error_file(error_file)
@@ -75,12 +85,20 @@ def examine(plan: WorkerPlan, pid: int, status: int, died_unix_s: float, stderr:
         message, detail, at_s = written
         return failure(min(at_s, died_unix_s), message, detail, error_file)
     words = _last_words(last_words(error_file, pid)) if status < 0 else ""
-    tail = "\n".join(_last_lines(stderr)) if stderr else ""
+    tail = "\n".join(last_lines(stderr)) if stderr else ""
     message = error_text.of_last_words(words) or (error_text.of_stderr(tail, status) if tail else "")
     if tail or words:
         return failure(died_unix_s, message, "\n".join(filter(None, (tail, words))), None)
     detail = _by_status(status, pid)
-    if status > 0:
+    if kept and status > 0 and (trace := error_text.last_traceback(kept)):
+        # Only a traceback: the last line of what a program says as it ends well or is ended tells nothing for sure.
+        return failure(died_unix_s, error_text.of_stderr(trace, status), trace, None)
+    if kept:
+        said = "\n".join(_lines(kept)[-_STDERR_LINES:])
+        return failure(
+            died_unix_s, error_text.of_last_words(kept), f"{detail}; its last words:\n{said}", None
+        )
+    if status > 0 and kept is None:
         detail += "; its traceback is on stderr above (to keep it: @record on main, or --redirects 3)"
     return failure(died_unix_s, "", detail, None)
 
@@ -124,7 +142,7 @@ def _field(value: Any, name: str) -> Any:
     return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
 
 
-def _last_lines(path: Path) -> list[str]:
+def last_lines(path: Path) -> list[str]:
     return _lines(_end_of(path, _STDERR_TAIL_BYTES))[-_STDERR_LINES:]
 
 

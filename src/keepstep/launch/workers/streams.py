@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -49,6 +49,12 @@ def worker_streams(job: Job, logs: LogFiles, rank: int, local_rank: int, attempt
         if tee and target:
             followed[stream] = target
     return WorkerStreams(targets[STDOUT], targets[STDERR], {} if hidden else followed)
+
+
+def sizes(streams: Iterable[WorkerStreams]) -> dict[Path, int]:
+    """The sizes of the files among them, as far as they are there."""
+    paths = {path for one in streams for path in (one.stdout, one.stderr) if path is not None}
+    return {path: path.stat().st_size for path in paths if path.exists()}
 
 
 def open_for_worker(path: Path | None) -> int | None:

@@ -30,9 +30,10 @@ AgentMessage = (
     | Locate
     | Families
     | Checksums
+    | Words
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Ended | Bye
+LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Words | Ended | Bye
 ClientMessage = Hello | Validate | Operate | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (

@@ -16,6 +16,7 @@ MOST_FAMILIES = 1 << 16  # most parameters of a rank whose checksums are compare
 MOST_KEPT = 16  # most tensors that belong to one of them, with itself
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # bounds on how long a validation may hold the job
 MOST_NOTICES = 16  # most that one node's operator is told at once
+MOST_SAID = 64  # most lines that one message with words holds
 MOST_LABEL = 100  # most characters in a failure domain's name
 MOST_SEATS = 7  # most launchers in a council
 MOST_TABLE = 1 << 16  # most rows of a rank table, one per node

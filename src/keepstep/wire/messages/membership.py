@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from keepstep.core.exit_codes import SchedulersKind
 from keepstep.core.incident import Recovery
 from keepstep.wire.messages import limits
 from keepstep.wire.messages.limits import Message
@@ -54,6 +55,8 @@ class Join(Message, frozen=True):
     hosts_controller: bool = False
     seat: Seat | None = None  # its seat in elections, if it can vote
     machine: limits.Label = ""  # differs between machines, also where they have one name; "": unknown
+    # software that should be the same on all nodes; the operator is told where it is not
+    alike: Annotated[tuple[limits.Label, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class Operate(Message, frozen=True):
@@ -106,6 +109,7 @@ class Ended(Message, frozen=True):
     message: str = ""
     incarnation: int = 0
     by_operator: bool = False  # copied from the `Stop`, so that a new controller knows
+    kind: SchedulersKind = ""
 
 
 class Kept(Message, frozen=True):
@@ -168,6 +172,7 @@ class Stop(Message, frozen=True):
     exit_code: int
     reason: str
     by_operator: bool = False  # nothing is wrong, so a write to storage in progress may finish
+    kind: SchedulersKind = ""  # copied from the `Ended`
 
 
 class Council(Message, frozen=True):

@@ -20,7 +20,7 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
-from keepstep.wire.messages.limits import MOST_NOTICES, Line, LoadBytes, Message
+from keepstep.wire.messages.limits import MOST_NOTICES, MOST_SAID, Line, LoadBytes, Message
 
 Ports = Annotated[tuple[PortTraffic, ...], msgspec.Meta(max_length=64)]
 
@@ -66,6 +66,28 @@ class Found(Message, frozen=True):
     """A finding, sent as soon as it is made."""
 
     finding: Finding
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A line that tells of a failure, and who said it; the fields mean what those of `core.told.Told` mean."""
+
+    rank: int  # -1: the node's kernel
+    row: Line  # the name of the table's row that it matches
+    line: Line  # without secrets
+    source: Line  # the log's name
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    unix_s: float  # when it was written; where that is not known, when it was read
+    block: int = 0
+    begins: Annotated[int, msgspec.Meta(ge=0)] = 0
+    warned: bool = False
+    places: Annotated[dict[Line, Line], msgspec.Meta(max_length=8)] = {}
+
+
+class Words(Message, frozen=True):
+    """What the ranks of this node and its kernel have said of a failure since the last such message."""
+
+    node_rank: int
+    lines: Annotated[tuple[Said, ...], msgspec.Meta(max_length=MOST_SAID)]
 
 
 class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):

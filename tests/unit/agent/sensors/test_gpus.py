@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
+from keepstep.launch.node.checks import Subject, gpu_health
 from keepstep.ring import RingWriter, create
 
 CARDS = 2
@@ -37,6 +38,8 @@ class Card(ctypes.Structure):
         ("crc_flits", ctypes.c_ulonglong),
         ("crc_data", ctypes.c_ulonglong),
         ("inactive", ctypes.c_uint),
+        ("remap_pending", ctypes.c_uint),
+        ("remap_failed", ctypes.c_uint),
     )
 
 
@@ -70,7 +73,7 @@ def gpus(cards: Any) -> Iterator[Gpus]:
     yield from started()
 
 
-def started() -> Iterator[Gpus]:
+def started() -> Generator[Gpus]:
     made = Gpus(every_s=0.005)
     made.start()
     yield made
@@ -130,6 +133,41 @@ def test_errors_and_xids_are_logged(gpus: Gpus, cards: Any, caplog: pytest.LogCa
     }
 
 
+def test_xids_are_told_once_with_the_rank_of_their_gpu(gpus: Gpus, cards: Any) -> None:
+    time.sleep(0.1)
+    ranks = {4: 1, 5: os.getpid()}
+    cards[1].xid = 31
+    (xid,) = until(lambda: gpus.new_xids(ranks))
+    assert (xid.number, xid.gpu, xid.rank) == (31, 1, 5)
+    assert gpus.new_xids(ranks) == []
+
+
+def test_errors_of_memory_are_told_once_with_the_rank_of_their_gpu(cards: Any) -> None:
+    ranks = {4: 1, 5: os.getpid()}
+    cards[0].remap_failed, cards[0].memory_errors = 1, 9
+    running = started()
+    gpus = next(running)
+    time.sleep(0.2)  # what was there before the job is not news
+    assert gpus.new_memory_errors(ranks) == []
+    cards[1].memory_errors = 2
+    (error,) = until(lambda: gpus.new_memory_errors(ranks))
+    assert error.line == "NVML: GPU 1 (PCI:0000:9b:00): 2 more uncorrected memory errors (2)"
+    assert error.rank == 5
+    cards[1].remap_failed = 1
+    found = until(lambda: gpus.new_memory_errors(ranks))
+    cards[1].remap_pending = 1
+    found += until(lambda: gpus.new_memory_errors(ranks))
+    assert [one.line.rpartition(": ")[2] for one in found] == [
+        "a row of memory could not be remapped",
+        "a row of memory is to be remapped at the next reset",
+    ]
+    cards[1].pid, cards[0].memory_errors = 0, 10
+    (error,) = until(lambda: gpus.new_memory_errors({4: 1}))
+    assert error.rank == -1  # which GPU it has, nobody can say
+    assert gpus.new_memory_errors(ranks) == []
+    running.close()
+
+
 def test_a_driver_that_refuses_is_said_once(
     library: ctypes.CDLL, cards: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,3 +217,42 @@ def test_the_agent_sends_it_with_its_heartbeat(gpus: Gpus, cards: Any, tmp_path:
     finally:
         agent.close()
         os.close(ring)
+
+
+def healthy() -> list[tuple[str, bool]]:
+    return [(one.text, one.unfit) for one in gpu_health.health(Subject("gpu-1", 2))]
+
+
+def test_the_check_of_a_node_finds_memory_that_failed(cards: Any) -> None:
+    assert healthy() == []
+    cards[0].memory_errors = 3
+    cards[1].remap_pending = 1
+    assert healthy() == [
+        (
+            "node gpu-1: GPU 0: 3 memory errors that were not corrected since its driver was loaded; reset it",
+            False,
+        ),
+        (
+            "node gpu-1: GPU 1: rows of its memory wait to be remapped; reset it when nothing runs on it",
+            False,
+        ),
+    ]
+    cards[0].memory_errors, cards[1].remap_failed = 0, 1
+    text = "node gpu-1: GPU 1: a row of its memory failed and could not be remapped; have the GPU replaced"
+    assert healthy() == [(text, True)]
+
+
+@pytest.mark.parametrize(("result", "told"), [(9, ""), (18, "restart the node"), (999, "look at the driver")])
+def test_the_check_of_a_node_whose_driver_does_not_start(
+    library: ctypes.CDLL, result: int, told: str
+) -> None:
+    answer = ctypes.c_int.in_dll(library, "init_result")
+    answer.value = result
+    try:
+        assert [(told in text, unfit) for text, unfit in healthy()] == ([(True, True)] if told else [])
+    finally:
+        answer.value = 0
+
+
+def test_without_the_drivers_library_nothing_is_found() -> None:
+    assert list(gpu_health.health(Subject("gpu-1", 2), "libno-such-driver.so.1")) == []

@@ -108,7 +108,7 @@ def test_what_lies_unread_at_two_looks_is_told(pair: tuple[socket.socket, socket
 def test_a_kernel_that_tells_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def refuse() -> Iterator[object]:
+    def refuse(**_: object) -> Iterator[object]:
         asked.append(1)
         raise OSError("Protocol not supported")
         yield

@@ -14,7 +14,7 @@ from keepstep.control.incidents.crash_case import GATHER_S
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident, Recovery
-from keepstep.core.summary import RankState
+from keepstep.core.summary import Endpoint, PathProbe, RankState
 from keepstep.wire import (
     Ended,
     Found,
@@ -22,7 +22,10 @@ from keepstep.wire import (
     Hello,
     Join,
     Kill,
+    Probed,
+    ProbeRequest,
     RankBeat,
+    Reachable,
     Recovered,
     StateRequest,
     States,
@@ -42,6 +45,7 @@ class Job:
         self.said: list[Say] = []
         self.asked: list[tuple[tuple[int, ...], StateRequest]] = []
         self.kills: list[Kill] = []
+        self.probes: dict[int, ProbeRequest] = {}
         settings = Settings(
             nodes=NODES, restart_hangs=restarts > 0, max_restarts=restarts, hang_patience_s=5.0
         )
@@ -77,6 +81,8 @@ class Job:
                 self.asked.append((effect.peers, effect.message))
             elif isinstance(effect, Send) and isinstance(effect.message, Kill):
                 self.kills.append(effect.message)
+            elif isinstance(effect, Send) and isinstance(effect.message, ProbeRequest):
+                self.probes.update(dict.fromkeys(effect.peers, effect.message))
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds * 10)):
@@ -334,3 +340,51 @@ def test_the_verdict_comes_before_the_next_incarnation_begins() -> None:
     job.say(0, join)
     assert not job.controller.cluster.left
     assert blamed(job.only) == [(1, "left with exit code 0")]
+
+
+UNROUTED = "RuntimeError: [enforce fail] connect: No route to host"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ("echo", "probed after it: the agents of 2 nodes reach each other, in 1 pair"),
+        (
+            "timeout",
+            "probed after it: link gpu-0 - gpu-1: no data (timeout); nothing says which of the two is at fault",
+        ),
+    ],
+)
+def test_pairs_of_nodes_are_probed_once_after_a_failure_of_the_network(outcome: str, told: str) -> None:
+    job = Job(restarts=1)
+    for node in range(NODES):
+        job.say(10 + node, Reachable(node, (Endpoint(f"10.0.0.{node}", 7000),)))
+    job.dies(1, UNROUTED)
+    for _ in range(6):  # agents that are heard of are asked
+        job.beat(39)
+        job.wait(0.5)
+    before = job.only
+    assert before.cause is not None
+    assert before.cause.cause_class == "network"
+    assert sorted(job.probes) == [10, 11]
+    assert all(request.load_bytes == 0 for request in job.probes.values())
+    for node, (peer, request) in enumerate(sorted(job.probes.items())):
+        probes = (PathProbe(f"gpu-{node}", f"gpu-{1 - node}", outcome, 0.001),)
+        job.say(peer, Probed(request.request, node, probes))
+    assert job.only.evidence == (*before.evidence, told)
+    assert job.only.culprits == before.culprits  # nobody is blamed for it
+    job.probes.clear()
+    job.dies(0, UNROUTED)
+    job.wait(3.0)
+    assert job.probes == {}
+    assert job.only.evidence.count(told) == 1
+
+
+def test_no_pairs_are_probed_after_other_failures() -> None:
+    job = Job()
+    for node in range(NODES):
+        job.say(10 + node, Reachable(node, (Endpoint(f"10.0.0.{node}", 7000),)))
+    job.dies(1, "KeyError: 'x'")
+    job.wait(GATHER_S + 0.1)
+    assert len(job.written) == 1
+    assert job.probes == {}

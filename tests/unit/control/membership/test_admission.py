@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.control.staged_job import Stage, sent
 
+from keepstep.control.effects import Tell
 from keepstep.control.membership.peers import Admission
 from keepstep.core.budgets import Limits
 from keepstep.wire import Failed, Halted, Join, Placement, Stop
@@ -11,8 +12,16 @@ from keepstep.wire import Failed, Halted, Join, Placement, Stop
 VERSIONS = ("keepstep 0.1.0", "Python 3.11", "torch 2.13.0")
 
 
-def join(node: str, versions: tuple[str, ...] = VERSIONS, unix_s: float = 0.0, incarnation: int = -1) -> Join:
-    return Join(node, "10.0.0.1", 1, 29500, incarnation=incarnation, versions=versions, unix_s=unix_s)
+def join(
+    node: str,
+    versions: tuple[str, ...] = VERSIONS,
+    unix_s: float = 0.0,
+    incarnation: int = -1,
+    alike: tuple[str, ...] = (),
+) -> Join:
+    return Join(
+        node, "10.0.0.1", 1, 29500, incarnation=incarnation, versions=versions, unix_s=unix_s, alike=alike
+    )
 
 
 def test_versions_are_those_of_the_first() -> None:
@@ -24,6 +33,35 @@ def test_versions_are_those_of_the_first() -> None:
     )
     assert admission.objection(join("gpu-3", ())) == ""  # --no-check
     assert admission.objection(join("gpu-4", ("other",), incarnation=2)) == ""  # it plays already
+
+
+def test_other_software_is_told_when_all_are_there_and_refuses_nobody() -> None:
+    admission = Admission(None)
+    names = [f"gpu-{number}" for number in range(4)]
+    for name in names:
+        driver = "580.65" if name == "gpu-2" else "570.86"
+        assert admission.objection(join(name, alike=(f"driver {driver}", "NCCL 2.27.3"))) == ""
+    line = "driver is not the same on all nodes: 580.65 on gpu-2, 570.86 on the 3 others"
+    assert admission.differences(names) == [line]
+    assert admission.found == {"gpu-0": (), "gpu-1": (), "gpu-2": (line,), "gpu-3": ()}
+    assert admission.differences(names) == []  # told once
+    assert admission.differences(["gpu-1", "gpu-2"]) == [
+        "driver is not the same on all nodes: 570.86 on gpu-1, 580.65 on gpu-2"
+    ]
+    assert admission.objection(join("gpu-9")) == ""  # --no-check
+    assert admission.differences(["gpu-1", "gpu-9"]) == []
+
+
+def test_a_job_says_so_when_its_table_is_made() -> None:
+    stage = Stage(2, missing=2)
+    told: list[str] = []
+    for number, driver in ((0, "570.86"), (1, "580.65")):
+        told += [
+            effect.text
+            for effect in stage.come(number, alike=(f"driver {driver}",))
+            if isinstance(effect, Tell)
+        ]
+    assert told == ["driver is not the same on all nodes: 570.86 on gpu-0, 580.65 on gpu-1"]
 
 
 def test_clocks_are_compared_with_the_controllers() -> None:

@@ -45,6 +45,12 @@ def test_one_node_or_none_wanted(words: tuple[str, ...]) -> None:
     assert parse(agent_of(job)[3:]).backups == 0
 
 
+def test_the_kernels_log_comes_from_the_environment_to_the_agent() -> None:
+    assert parse(agent_of(job_of("--standalone"))[3:]).kernel_log == "/dev/kmsg"
+    job = job_from_command_line(["--standalone", "train.py"], {"KEEPSTEP_KERNEL_LOG": "/var/log/k"})
+    assert parse(agent_of(job)[3:]).kernel_log == "/var/log/k"
+
+
 def test_without_a_cache_there_is_nothing_to_back_up() -> None:
     assert parse(agent_of(job_of(*TWO_NODES), "")[3:]).backups == 0
 

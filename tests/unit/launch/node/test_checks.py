@@ -12,8 +12,10 @@ from keepstep.launch.node import node_checks
 from keepstep.launch.node.checks import Found, Subject, kernel_log, resources
 
 
-def subject(*folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = False) -> Subject:
-    return Subject("gpu-1", 2, folders, port, since_s, fresh)
+def subject(
+    *folders: Path, port: int = 0, since_s: float = 0.0, fresh: bool = False, kernel_log: str = "/dev/null"
+) -> Subject:
+    return Subject("gpu-1", 2, folders, port, since_s, fresh, kernel_log)
 
 
 def test_a_folder_that_can_be_written_or_made_is_well_and_left_as_it_was(tmp_path: Path) -> None:
@@ -100,39 +102,27 @@ LOG = """6,1,1000000,-;usb 1-1: new device
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel log that gives one record at a time, as the kernel does."""
-    records = [f"{head}\n".encode() for head in LOG.splitlines() if ";" in head]
-    monkeypatch.setattr(kernel_log.os, "open", lambda *_: 7)
-    monkeypatch.setattr(kernel_log.os, "close", lambda _: None)
-    left = iter(records)
-
-    def read(_descriptor: int, _size: int) -> bytes:
-        record = next(left, None)
-        if record is None:
-            raise BlockingIOError
-        return record
-
-    monkeypatch.setattr(kernel_log.os, "read", read)
+def log(tmp_path: Path) -> str:
+    path = tmp_path / "kmsg"
+    path.write_text(LOG)
+    return str(path)
 
 
-@pytest.mark.usefixtures("log")
 @pytest.mark.parametrize(
     ("since_s", "told"),
     [(0.0, "dev nvme0n1, sector 8 (and 1 more)"), (4.5, "dev nvme0n1, sector 8;"), (6.0, "")],
 )
-def test_broken_hardware_in_the_kernel_log(since_s: float, told: str) -> None:
-    found = list(kernel_log.look(subject(since_s=since_s)))
+def test_broken_hardware_in_the_kernel_log(log: str, since_s: float, told: str) -> None:
+    found = list(kernel_log.look(subject(since_s=since_s, kernel_log=log)))
     assert [(told in one.text, one.unfit) for one in found] == ([(True, True)] if told else [])
 
 
-@pytest.mark.usefixtures("log")
-def test_what_the_kernel_told_before_the_start_is_a_hint() -> None:
-    assert [one.unfit for one in kernel_log.look(subject(fresh=True))] == [False]
+def test_what_the_kernel_told_before_the_start_is_a_hint(log: str) -> None:
+    assert [one.unfit for one in kernel_log.look(subject(fresh=True, kernel_log=log))] == [False]
 
 
 def test_a_log_that_may_not_be_read_says_nothing() -> None:
-    assert list(kernel_log.look(subject(), "/dev/no-such-log")) == []
+    assert list(kernel_log.look(subject(kernel_log="/dev/no-such-log"))) == []
 
 
 def test_a_check_that_hangs_or_fails_holds_nobody_up() -> None:

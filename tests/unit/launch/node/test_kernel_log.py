@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ SWITCH = "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0)"
 LINK = "NVLink: fatal error detected on link 6"
 
 
-def judge(monkeypatch: pytest.MonkeyPatch, *lines: str, fresh: bool = False) -> Found | None:
+def judge(*lines: str, fresh: bool = False) -> Found | None:
     """What is found in a log of these lines; they came a second apart, the first after a second."""
-    records = iter([f"3,{i},{i}000000,-;{line}\n DEVICE=x\n".encode() for i, line in enumerate(lines, 1)])
-    monkeypatch.setattr(kernel_log.os, "open", lambda *_: 7)
-    monkeypatch.setattr(kernel_log.os, "close", lambda _: None)
-    monkeypatch.setattr(kernel_log.os, "read", lambda *_: next(records, b""))
-    found = list(kernel_log.look(Subject("gpu-1", 2, fresh=fresh)))
+    records = [f"3,{i},{i}000000,-;{line}\n DEVICE=x\n".encode() for i, line in enumerate(lines, 1)]
+    with tempfile.NamedTemporaryFile() as log:
+        log.writelines(records)
+        log.flush()
+        found = list(kernel_log.look(Subject("gpu-1", 2, fresh=fresh, kernel_log=log.name)))
     assert len(found) <= 1
     assert all(len(one.text) < 500 for one in found)  # the longest line that nodes tell each other
     return found[0] if found else None
@@ -61,8 +62,8 @@ def test_the_catalogue_is_whole() -> None:
 
 
 @pytest.mark.parametrize("xid", catalogue().values(), ids=lambda xid: str(xid.number))
-def test_the_action_decides_whether_the_node_is_unfit(monkeypatch: pytest.MonkeyPatch, xid: Xid) -> None:
-    found = judge(monkeypatch, f"{GPU}: {xid.number}, pid='<unknown>', name=<unknown>, what happened")
+def test_the_action_decides_whether_the_node_is_unfit(xid: Xid) -> None:
+    found = judge(f"{GPU}: {xid.number}, pid='<unknown>', name=<unknown>, what happened")
     assert found is not None
     resets = {
         "RESET_GPU",
@@ -78,15 +79,13 @@ def test_the_action_decides_whether_the_node_is_unfit(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 63, 92, 94])
-def test_what_ends_with_the_application_never_makes_a_node_unfit(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_what_ends_with_the_application_never_makes_a_node_unfit(number: int) -> None:
     line = f"{GPU}: {number}, pid=4711, name=python, Fatal error in channel 8"
-    found = judge(monkeypatch, line)
+    found = judge(line)
     assert found is not None
     assert not found.unfit
     assert found.text.endswith("; the node stays in use")
-    assert judge(monkeypatch, line, fresh=True) is None  # it says nothing about the next application
+    assert judge(line, fresh=True) is None  # it says nothing about the next application
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,8 @@ def test_what_ends_with_the_application_never_makes_a_node_unfit(
         (f"{GPU}: 790, pid=7, name=python, Something new", False, "keepstep does not know Xid 790"),
     ],
 )
-def test_the_shapes_of_lines(monkeypatch: pytest.MonkeyPatch, line: str, unfit: bool, told: str) -> None:
-    found = judge(monkeypatch, "usb 1-1: new device", line, "eth0: link up")
+def test_the_shapes_of_lines(line: str, unfit: bool, told: str) -> None:
+    found = judge("usb 1-1: new device", line, "eth0: link up")
     assert found is not None
     assert (found.unfit, told in found.text, line[:160] in found.text) == (unfit, True, True)
 
@@ -129,10 +128,8 @@ def test_the_shapes_of_lines(monkeypatch: pytest.MonkeyPatch, line: str, unfit: 
         (f"{GPU}: 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)", False),
     ],
 )  # fmt: skip
-def test_where_the_catalogue_says_that_it_depends_the_line_decides(
-    monkeypatch: pytest.MonkeyPatch, line: str, unfit: bool
-) -> None:
-    found = judge(monkeypatch, line)
+def test_where_the_catalogue_says_that_it_depends_the_line_decides(line: str, unfit: bool) -> None:
+    found = judge(line)
     assert found is not None
     assert found.unfit == unfit
 
@@ -162,10 +159,8 @@ DOUBLE = f"{GPU}: 48, pid=7, name=python, DBE (double bit error) ECC error"
         ),
     ],
 )
-def test_a_double_bit_error_counts_unless_it_was_contained(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], unfit: bool
-) -> None:
-    found = judge(monkeypatch, DOUBLE, *others)
+def test_a_double_bit_error_counts_unless_it_was_contained(others: tuple[str, ...], unfit: bool) -> None:
+    found = judge(DOUBLE, *others)
     assert found is not None
     assert found.unfit == unfit
 
@@ -187,10 +182,8 @@ def test_a_double_bit_error_counts_unless_it_was_contained(
         ),
     ],
 )
-def test_errors_of_switches(
-    monkeypatch: pytest.MonkeyPatch, lines: tuple[str, ...], unfit: bool, told: str
-) -> None:
-    found = judge(monkeypatch, *lines)
+def test_errors_of_switches(lines: tuple[str, ...], unfit: bool, told: str) -> None:
+    found = judge(*lines)
     assert found is not None
     assert (found.unfit, told in found.text) == (unfit, True)
 
@@ -218,13 +211,11 @@ def test_errors_of_switches(
         ("mlx5_core 0000:1a:00.0: poll_health: device's health compromised - reached miss count", True, True),
     ],
 )  # fmt: skip
-def test_only_uncorrected_errors_make_a_node_unfit(
-    monkeypatch: pytest.MonkeyPatch, line: str, unfit: bool, told_at_the_start: bool
-) -> None:
-    found = judge(monkeypatch, line)
+def test_only_uncorrected_errors_make_a_node_unfit(line: str, unfit: bool, told_at_the_start: bool) -> None:
+    found = judge(line)
     assert found is not None
     assert found.unfit == unfit
-    before = judge(monkeypatch, line, fresh=True)
+    before = judge(line, fresh=True)
     assert (before is not None) == told_at_the_start
     assert before is None or not before.unfit
 
@@ -238,13 +229,12 @@ def test_only_uncorrected_errors_make_a_node_unfit(
         "nvidia-nvswitch0: using MSI",
     ],
 )
-def test_the_rest_says_nothing(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    assert judge(monkeypatch, line) is None
+def test_the_rest_says_nothing(line: str) -> None:
+    assert judge(line) is None
 
 
-def test_the_gravest_is_told_the_newest_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gravest_is_told_the_newest_of_its_kind() -> None:
     found = judge(
-        monkeypatch,
         f"{GPU}: 119, pid=7, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!",
         f"{GPU}: 79, pid=7, name=python, GPU has fallen off the bus.",
         f"{GPU}: 45, pid=7, name=python, Ch 00000008",
@@ -255,7 +245,7 @@ def test_the_gravest_is_told_the_newest_of_its_kind(monkeypatch: pytest.MonkeyPa
         "bus. (and 1 more); Xid 79 (the GPU has fallen off the bus), in NVIDIA's catalogue RESTART_BM: restart the "
         "machine; drain the node and have it looked at"
     )
-    found = judge(monkeypatch, f"{GPU}: 94, pid=7, Contained: SM (0x1)", f"{GPU}: 45, pid=7, Ch 00000008")
+    found = judge(f"{GPU}: 94, pid=7, Contained: SM (0x1)", f"{GPU}: 45, pid=7, Ch 00000008")
     assert found is not None
     assert found.text == (
         f"node gpu-1: the kernel tells of an error: {GPU}: 94, pid=7, Contained: SM (0x1); Xid 94 (memory error "
@@ -270,8 +260,8 @@ def test_a_restart_of_the_application_is_told_and_leaves_the_node_in_the_job(
     job = job_from_command_line(["--nproc-per-node", "1", "train.py"], {"HOME": "/nowhere"})
     run = ToldRun(tmp_path, job, children=False)
     node = NodeChecks(run)
-    contained = judge(monkeypatch, f"{GPU}: 94, pid=7, name=python, Contained: SM (0x1)")
-    broken = judge(monkeypatch, f"{GPU}: 95, pid=7, name=python, Uncontained: LTC TAG (0x2,0x0)")
+    contained = judge(f"{GPU}: 94, pid=7, name=python, Contained: SM (0x1)")
+    broken = judge(f"{GPU}: 95, pid=7, name=python, Uncontained: LTC TAG (0x2,0x0)")
     assert contained is not None
     assert broken is not None
 

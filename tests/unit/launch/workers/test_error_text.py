@@ -9,7 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from keepstep.core.lost_connection import tells_of_another
-from keepstep.launch.workers.error_text import of_last_words, of_message, of_stderr, of_traceback
+from keepstep.launch.workers.error_text import (
+    last_traceback,
+    of_last_words,
+    of_message,
+    of_stderr,
+    of_traceback,
+)
 
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711"
 FULL = OSError(28, "No space left on device")
@@ -141,3 +147,11 @@ def test_last_words_are_what_cpp_said_else_where_python_was() -> None:
     assert of_last_words("") == ""
     assert of_stderr(f"step 5\n{TERMINATED}", -signal.SIGABRT).startswith(said)
     assert of_stderr(f"step 5\n{FATAL}", -signal.SIGSEGV) == of_last_words(FATAL)
+
+
+def test_a_program_that_cannot_be_read_has_no_header_but_an_error() -> None:
+    said = "W1 a warning\n  File \"/x/train.py\", line 2\n    def f(x:\n         ^\nSyntaxError: '(' was never closed\n"
+    trace = last_traceback(said)
+    assert trace.startswith('  File "/x/train.py"')
+    assert of_stderr(trace, 1) == "SyntaxError: '(' was never closed"
+    assert last_traceback("SyntaxError: said somebody\n") == ""

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from keepstep.launch.command.job import STDOUT, job_from_command_line
 from keepstep.launch.command.run_folder import LogFiles
-from keepstep.launch.workers.streams import Follower, line_prefix, worker_streams
+from keepstep.launch.workers.rank_words import RankWords, read_at
+from keepstep.launch.workers.streams import Follower, line_prefix, sizes, worker_streams
 
 
 def job(*words: str, **environ: str):
@@ -34,6 +35,17 @@ def test_redirect_tee_and_filter(tmp_path: Path) -> None:
     assert second.stderr is None
     hidden = worker_streams(job("--local-ranks-filter", "1"), logs, 4, 0, 0)
     assert (hidden.stdout, hidden.stderr) == (Path(os.devnull), Path(os.devnull))
+
+
+def test_where_words_can_be_read(tmp_path: Path) -> None:
+    logs = LogFiles(tmp_path, None, "id")
+    streams = [worker_streams(job("-r", "0:3", "--local-ranks-filter", "0"), logs, r, r, 1) for r in (0, 1)]
+    out, err = streams[0].stdout, streams[0].stderr
+    assert out is not None
+    out.write_text("earlier")
+    begin = sizes(streams)
+    assert read_at(RankWords(), streams[0], begin) == [f"stdout:7:{out}", f"stderr:0:{err}"]
+    assert read_at(RankWords(), streams[1], begin) == []
 
 
 def test_prefixes() -> None:

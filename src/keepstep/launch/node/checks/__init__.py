@@ -7,6 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from keepstep.core.kernel_records import KERNEL_LOG
+
+Mode = Literal["any", "ro", "rw"]
+"""A path is only read (ro), has to be written (rw), or is written where that is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A path to check."""
+
+    path: str
+    mode: Mode = "any"
+    is_made: bool = (
+        False  # whether the job makes it when it is needed: until then the folder above it is checked
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +36,8 @@ class Subject:
     port: int = 0  # port that has to be free; 0: any port will do
     since_s: float = 0.0  # CLOCK_MONOTONIC; older errors of the kernel do not count
     fresh: bool = False  # nothing has failed on this node yet
+    kernel_log: str = KERNEL_LOG
+    paths: tuple[Wanted, ...] = ()  # paths of data sets and checkpoints
 
 
 @dataclass(frozen=True, slots=True)

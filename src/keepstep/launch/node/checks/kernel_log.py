@@ -6,12 +6,12 @@ application that met them, are told and no more: nobody gains when a node is dra
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from keepstep.core.kernel_records import KernelLog
 from keepstep.launch.node.checks import Found, Subject
 from keepstep.launch.node.checks.xids import (
     ACTIONS,
@@ -22,7 +22,6 @@ from keepstep.launch.node.checks.xids import (
     catalogue,
 )
 
-_PATH = "/dev/kmsg"
 _MOST = 20_000  # most lines of the log that are read
 _MOST_QUOTED = 160  # most characters of a line that are quoted
 
@@ -65,12 +64,12 @@ class _Told:
     meaning: str = ""
 
 
-def look(subject: Subject, path: str = _PATH) -> Iterator[Found]:
+def look(subject: Subject) -> Iterator[Found]:
     """One finding at most: the newest of the gravest errors since ``subject.since_s``, and how many there were.
 
     Where nothing has failed yet it makes no node unfit, and errors of earlier applications are left out.
     """
-    told = list(_judged(tuple(_lines(path, subject.since_s))))
+    told = list(_judged(tuple(_lines(subject.kernel_log, subject.since_s))))
     gravest = max((one.weight for one in told), default=_Weight.PAST)
     alike = [one for one in told if one.weight == gravest]
     if not alike or (subject.fresh and gravest < _Weight.UNCLEAR):
@@ -153,25 +152,15 @@ def _says_so(action: str, rest: str, *, contained: bool) -> bool:
 
 
 def _lines(path: str, since_s: float) -> Iterator[str]:
-    """Lines of the kernel's log since then. Older ones are skipped cheaply, as a recovery runs meanwhile."""
+    """Lines of the kernel's log since then; none of a FIFO, which gives each line to one reader only."""
     try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        log = KernelLog(path)
     except OSError:
         return
     try:
-        for _ in range(_MOST):
-            try:
-                record = os.read(log, 8192)
-            except BrokenPipeError:  # the kernel has overwritten the record; the next read gets a newer one
-                continue
-            except OSError:
-                return
-            if not record:
-                return
-            # A record is "priority,sequence number,microseconds,flags;text", with details on further lines.
-            head, _, text = record.partition(b";")
-            fields = head.split(b",", 3)
-            if len(fields) >= 3 and fields[2].isdigit() and int(fields[2]) >= since_s * 1e6:
-                yield text.partition(b"\n")[0].decode(errors="replace")
+        if not log.is_fifo:
+            yield from (record.text for record in log.records(_MOST) if record.at_s >= since_s)
+    except OSError:
+        return
     finally:
-        os.close(log)
+        log.close()

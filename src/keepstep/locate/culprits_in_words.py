@@ -1,0 +1,316 @@
+"""Whom the words of a failed job name: what stands in the line of the cause, who said it, and what stands around it.
+
+A launcher writes the end of a process in one line and its host in the next; Slurm's daemon tells of a full memory, and
+srun of whose. Such lines are of one kind of failure, or stand close together, and complete each other. Nobody is named
+whom they do not tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from posixpath import commonpath
+from typing import Literal
+
+from keepstep.core.lost_connection import ranks_named
+from keepstep.core.told import Named, Row, Told
+
+Confidence = Literal["high", "medium", "low"]
+
+_SAME_MOMENT_S = 0.5
+_MOST_CULPRITS = 16
+# Notes that tell where a process ran stand at most so many lines from what they belong to.
+_AROUND = 40
+_MOST_RANKS = 4096
+# From so many links on, the one end that all of them share is to blame.
+_LINKS_OF_ONE = 3
+_URL = re.compile(r"\b(?:s3|gs|gcs|oss|cos|az|abfss?|wasbs?|hdfs|https?)://[^\s'\"<>(),;]{1,1000}")
+_PATH = re.compile(r"(?<![\w./:@-])/(?:[\w.@%+=~-]{1,255}/){0,64}[\w.@%+=~-]{1,255}/?(?P<line>:\d)?")
+# A bucket, or the host of a store, where a client names no object.
+_STORE = re.compile(r"(?i)\bbucket[ :='\"]{1,3}([\w.-]{3,255})|\bhost='([\w.-]{1,255})'")
+_ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
+# Messages name the source file that they come from; it is no path of the job's.
+_SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
+_RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[ :=#]{1,3}(\d{1,6})\b")
+_ITSELF = re.compile(r"\[?(?:127\.\d|localhost$|localhost\.|::1\]?$|0\.0\.0\.0$|::\]?$|0:0:0:0:0:0:0:[01]$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """Who is to blame, how sure that is, and what is missing to say it."""
+
+    culprits: tuple[Named, ...]
+    confidence: Confidence
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    root: Told
+    row: Row
+    told: Sequence[Told]
+    heard: frozenset[int]
+    sure: Confidence
+
+    @property
+    def here(self) -> str:
+        return self.root.speaker.node
+
+    def alike(self) -> list[Told]:
+        """The root and all that told the same."""
+        return [one for one in self.told if one.row.name == self.root.row.name]
+
+    def of_its_kind(self) -> list[Told]:
+        """The root, all that told the same, and other rows' lines about the same kind of failure."""
+        kind = (self.root.row.cause_class, self.root.row.kind)
+        return [one for one in self.told if (one.row.cause_class, one.row.kind) == kind]
+
+    def named(self, *culprits: Named) -> Blamed:
+        return Blamed(culprits[:_MOST_CULPRITS], self.sure)
+
+
+def blamed_in_words(root: Told, row: Row, told: Sequence[Told], heard: frozenset[int]) -> Blamed:
+    """Who is to blame for a root, whose row may count as another one.
+
+    Args:
+        told: all that was told, in order; ``heard``: ranks that wrote anything.
+    """
+    case = _Case(root, row, told, heard, "high" if row.role == "cause" else "medium")
+    for find in _WAYS[row.blames]:
+        found = find(case)
+        if found is not None:
+            return found
+    return Blamed((), case.sure)
+
+
+def waited_for_in_words(told: Iterable[Told]) -> tuple[Named, ...]:
+    """The ranks that all who waited in vain name as those that did not come; nobody where they do not agree."""
+    named = [set(ranks_named(one.text)) for one in told if one.row.role == "timeout"]
+    common = set[int].intersection(*filter(None, named)) if any(named) else set[int]()
+    return tuple(Named(rank) for rank in sorted(common)) if len(common) <= _MOST_CULPRITS else ()
+
+
+def path_in(text: str) -> str:
+    """The address of an object store's object, or the absolute path, that a message is about; empty without one."""
+    if found := _URL.search(text):
+        return found[0].rstrip(".:")
+    paths = (found[0].rstrip(".") for found in _PATH.finditer(text) if not found["line"])
+    return next((path for path in paths if path.count("/") > 1 and not _SOURCE.search(path)), "")
+
+
+# --- what stands at a place of the text ---------------------------------------------------------------------------
+
+
+def _nobody(case: _Case) -> Blamed:
+    return Blamed((), case.sure)
+
+
+def _gpu(case: _Case) -> Blamed | None:
+    pci = case.root.places.get("pci")
+    return case.named(Named(thing=f"GPU {pci.lower()}", node=case.here)) if pci else None
+
+
+def _device(case: _Case) -> Blamed | None:
+    device = case.root.places.get("device")
+    return case.named(Named(thing=f"device {device}", node=case.here)) if device else None
+
+
+def _link(case: _Case) -> Blamed | None:
+    """Both ends of each link; with many, the end that all of them share. A loopback address names nobody."""
+    links = {(one.speaker.node, peer) for one in case.alike() if (peer := _peer(one))}
+    if not links:
+        noted = _around(case)
+        peers, nodes = (
+            {one.places[name] for one in noted if name in one.places} for name in ("peer", "node")
+        )
+        if len(peers) != 1 or len(nodes) > 1:
+            return None
+        links = {(nodes.pop() if nodes else case.here, peers.pop())}
+    links = {(node, peer) for node, peer in links if not _ITSELF.match(peer)}
+    if len(links) >= _LINKS_OF_ONE:
+        nodes, peers = ({link[end] for link in links} for end in (0, 1))
+        if len(peers) == 1:
+            return case.named(Named(peer=peers.pop()))
+        if len(nodes) == 1 and nodes != {""}:
+            return case.named(Named(node=nodes.pop()))
+    return case.named(*(Named(node=node, peer=peer) for node, peer in sorted(links)))
+
+
+def _peer(one: Told) -> str:
+    """The other end that a text names, at a place of its row or as the only address that it speaks of."""
+    addresses = set(_ADDRESS.findall(one.text))
+    return one.places.get("peer", "") or (addresses.pop() if len(addresses) == 1 else "")
+
+
+def _path(case: _Case) -> Blamed | None:
+    """The file system's path; of many below one folder, the folder. Else the object that the same error names."""
+    paths = {path for one in case.alike() if (path := _told_path(one))}
+    if not paths:
+        block = (case.root.source, case.root.block)
+        near = [one.text for one in case.told if (one.source, one.block) == block]
+        paths = {found[0].rstrip(".:") for text in near if (found := _URL.search(text))}
+    if not paths:
+        stores = {found[1] or found[2] for one in case.alike() if (found := _STORE.search(one.text))}
+        return case.named(*(Named(thing=f"store {store}") for store in sorted(stores))) if stores else None
+    if len(paths) > 1 and all(path.startswith("/") for path in paths):
+        folder = commonpath(paths)
+        if folder.count("/") > 1:
+            paths = {folder}
+    return case.named(*(Named(path=path) for path in sorted(paths)))
+
+
+def _told_path(one: Told) -> str:
+    told = one.places.get("path", "")
+    return told if told.startswith("/") or "://" in told else path_in(one.text)
+
+
+def _node(case: _Case) -> Blamed | None:
+    """The node or pod that the text names, or a line of its kind, or a note close to it."""
+    for one in (case.root, *case.of_its_kind()):
+        if found := _place(one):
+            return case.named(found)
+    near = {found for one in _around(case) if (found := _place(one))}
+    return case.named(near.pop()) if len(near) == 1 else None
+
+
+def _place(one: Told) -> Named | None:
+    """The pod or node at the places of a text; a loopback address is none."""
+    if pod := one.places.get("pod"):
+        return Named(thing=f"pod {pod}")
+    node = one.places.get("node", "")
+    return Named(node=node) if node and not _ITSELF.match(node) else None
+
+
+def _around(case: _Case) -> list[Told]:
+    """Notes close to the root: they tell where the process ran."""
+    root = case.root
+    return [
+        one
+        for one in case.told
+        if one.row.role == "note" and one.source == root.source and abs(one.number - root.number) <= _AROUND
+    ]
+
+
+def _here(case: _Case) -> Blamed | None:
+    return case.named(Named(node=case.here)) if case.here else None
+
+
+def _node_of_all(case: _Case) -> Blamed | None:
+    """The node on which all are that told the same."""
+    nodes = {one.speaker.node for one in case.alike()}
+    return _here(case) if len(nodes) == 1 else Blamed((), case.sure)
+
+
+def _ranks_in_text(case: _Case) -> Blamed | None:
+    """All the ranks that the text names."""
+    if "rank" not in case.root.places:
+        return None
+    ranks = {rank for one in case.alike() for rank in _ranks_of(one)}
+    node = case.root.places.get("node", "") if len(ranks) == 1 else ""
+    return case.named(*(Named(rank, node=node) for rank in sorted(ranks)))
+
+
+def _who_ended(case: _Case) -> Blamed | None:
+    """The process whose end, or error, a launcher tells of: nobody where it tells so of most of those it speaks of."""
+    told = case.of_its_kind()
+    ranks = {rank for one in told for rank in _ranks_of(one)}
+    if ranks:
+        known = case.heard.union(rank for one in case.told for rank in _ranks_of(one))
+        if len(ranks) > 1 and 2 * len(ranks) > len(known):
+            return Blamed((), "medium")
+        nodes = {node for one in told if (node := one.places.get("node"))}
+        node = nodes.pop() if len(ranks) == len(nodes) == 1 else ""
+        return case.named(*(Named(rank, node=node) for rank in sorted(ranks)))
+    processes = {int(one.places["process"]) for one in told if "process" in one.places}
+    if processes:
+        return case.named(*(Named(process=process) for process in sorted(processes)))
+    locals_ = {
+        (one.speaker.node, int(one.places["local_rank"])) for one in told if "local_rank" in one.places
+    }
+    if len(locals_) == 1 or (locals_ and case.root.row.role == "outcome"):
+        return case.named(*(Named(local_rank=local, node=node) for node, local in sorted(locals_)))
+    return None
+
+
+def _rank_in_words(case: _Case) -> Blamed | None:
+    """The one rank of which an unlabelled line of a cause speaks, at a place that no row knows."""
+    root = case.root
+    if root.speaker.rank is not None or case.row.role != "cause":
+        return None
+    if any(one.count > 1 for one in case.alike()):
+        return None  # lines that differ in numbers only are counted, not kept
+    ranks = {int(found) for one in case.alike() for found in _RANK.findall(one.text)}
+    return case.named(Named(ranks.pop())) if len(ranks) == 1 else None
+
+
+def _ranks_of(one: Told) -> set[int]:
+    """The ranks at the places of a text, as ``3`` or ``0-3,7``; bounded."""
+    found = {int(one.places[name]) for name in ("rank", "other_rank") if name in one.places}
+    for part in filter(None, one.places.get("ranks", "").replace(" ", "").split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), min(int(last or first), int(first) + _MOST_RANKS) + 1))
+    return found
+
+
+# --- who said it --------------------------------------------------------------------------------------------------
+
+
+def _speakers(case: _Case) -> Blamed | None:
+    """Who said the root: nobody where all, or most, say the same."""
+    same, root = case.alike(), case.root
+    ranks = {one.speaker.rank for one in same if one.speaker.rank is not None}
+    if not ranks:
+        local = {one.speaker.local_rank for one in same if one.speaker.local_rank is not None}
+        if len(local) == 1:
+            return case.named(Named(local_rank=local.pop(), node=case.here))
+        # A library writes without a label; the traceback that follows has one, or another line of its kind.
+        ranks = {
+            one.speaker.rank
+            for one in (*case.told, *case.of_its_kind())
+            if one.speaker.rank is not None and (one.row.kind == "traceback" or one.row.kind == root.row.kind)
+        }
+    if not ranks:
+        return None
+    if len(ranks) == 1:
+        if root.row.role == "exception" and _others_raised(ranks, case.told):
+            return Blamed((), "medium")
+        node = root.speaker.node if root.speaker.rank in ranks else ""
+        return case.named(Named(ranks.pop(), node=node))
+    if 2 * len(ranks) > len(case.heard) or root.time_s is None:
+        return Blamed((), "medium")
+    first = [one for one in same if one.time_s is not None and one.time_s <= root.time_s + _SAME_MOMENT_S]
+    early = {one.speaker.rank for one in first if one.speaker.rank is not None}
+    if 2 * len(early) > len(case.heard) or not early:
+        return Blamed((), "medium")
+    return Blamed(tuple(Named(rank) for rank in sorted(early)[:_MOST_CULPRITS]), "medium")
+
+
+def _others_raised(ranks: set[int], told: Sequence[Told]) -> bool:
+    """Whether other ranks had a traceback of their own: not one of an error that only tells of another rank."""
+    raised = {one.speaker.rank for one in told if one.row.kind == "traceback"}
+    follow = {one.speaker.rank for one in told if one.row.role in ("echo", "timeout")}
+    return bool(raised - follow - ranks - {None})
+
+
+def _speaking_node(case: _Case) -> Blamed | None:
+    """The node that alone tells of its network or hardware, where no rank or other end is known."""
+    nodes = {one.speaker.node for one in case.alike()}
+    ranks = {one.speaker.rank for one in case.alike()} - {None}
+    if ranks or len(nodes) > 1 or not case.here or case.root.row.cause_class not in ("network", "node"):
+        return None
+    return Blamed((Named(node=case.here),), "medium")
+
+
+_WAYS: dict[str, tuple[Callable[[_Case], Blamed | None], ...]] = {
+    "nobody": (_nobody,),
+    "gpu": (_gpu, _who_ended),
+    "link": (_link, _who_ended, _speaking_node),
+    "device": (_device, _node_of_all),
+    "path": (_path, _speakers),
+    "node": (_node, _who_ended, _here),
+    "rank": (_ranks_in_text, _who_ended, _speakers, _speaking_node),
+    "process": (_who_ended,),
+    "speaker": (_who_ended, _rank_in_words, _speakers, _node, _speaking_node),
+}
+"""Where the culprit of a row is looked for, by what the row blames: the first that finds anything is taken."""
