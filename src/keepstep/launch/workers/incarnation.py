@@ -286,8 +286,7 @@ class Workers:
     def _is_late(self, failure: Failure) -> bool:
         """Whether a worker may have died of what the launcher had done before, to end them all."""
         killed = failure.status == -signal.SIGKILL and signal.SIGKILL not in self._asked
-        said = failure.error_file is not None and failure.unix_s < self._asked_unix_s
-        return bool(self._asked) and not (killed or said)
+        return bool(self._asked) and not (killed or failure.unix_s < self._asked_unix_s)
 
     def _fail(self, failure: Failure, failed_s: float) -> None:
         is_first, has_failed = not self.failures, any(not one.late for one in self.failures)

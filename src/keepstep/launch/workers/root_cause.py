@@ -6,10 +6,12 @@ Its error file tells why, else what it said as it was aborted, its stderr, or it
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ _LAST_WORDS_BYTES = 65536
 _LAST_WORDS_LINES = 200
 _STANDBY = str(Path(__file__).with_name("standby.py"))
 _SAME_MOMENT_S = 0.5
+_SEEN_LATE_S = 10.0  # for so long after an error that only tells of another worker, that one's end may be seen
 _SHOWN_S = 0.05  # shortest time that is told in tenths of a second
 
 
@@ -43,7 +46,7 @@ class Failure:
     local_rank: int
     pid: int
     status: int  # exit code, or -N for signal N; 0: it left early
-    unix_s: float  # when its error file was written, else when it died
+    unix_s: float  # when its error file, or what it said as it was aborted, was written, else when it died
     message: str  # its error in one line; "" when it left none
     detail: str  # the traceback, or what else there is
     error_file: Path | None
@@ -84,7 +87,8 @@ def examine(
     if written:
         message, detail, at_s = written
         return failure(min(at_s, died_unix_s), message, detail, error_file)
-    words = _last_words(last_words(error_file, pid)) if status < 0 else ""
+    words, said_unix_s = _last_words(last_words(error_file, pid)) if status < 0 else ("", died_unix_s)
+    died_unix_s = min(said_unix_s, died_unix_s)
     tail = "\n".join(last_lines(stderr)) if stderr else ""
     message = error_text.of_last_words(words) or (error_text.of_stderr(tail, status) if tail else "")
     if tail or words:
@@ -146,10 +150,14 @@ def last_lines(path: Path) -> list[str]:
     return _lines(_end_of(path, _STDERR_TAIL_BYTES))[-_STDERR_LINES:]
 
 
-def _last_words(path: Path) -> str:
-    """What is in the file, without the frames of a standby below those of the script."""
+def _last_words(path: Path) -> tuple[str, float]:
+    """What is in the file, without the frames of a standby below those of the script, and when it was written."""
     lines = [line for line in _lines(_end_of(path, _LAST_WORDS_BYTES)) if _STANDBY not in line]
-    return "\n".join(lines[:_LAST_WORDS_LINES])
+    said_unix_s = math.inf
+    if lines:
+        with suppress(OSError):
+            said_unix_s = path.stat().st_mtime
+    return "\n".join(lines[:_LAST_WORDS_LINES]), said_unix_s
 
 
 def _lines(text: str) -> list[str]:
@@ -170,10 +178,14 @@ def first(failures: Sequence[Failure]) -> Failure:
     """The root cause: the failure that came first in time.
 
     Among failures of one moment it is rather that of a process that keepstep ended itself, then one that neither tells
-    of another's death nor may be due to the end of all: workers may notice a death before the launcher does.
+    of another's death nor may be due to the end of all. Such a one also counts before errors up to 10 s older that only
+    tell of another worker: on a busy machine they are seen before the death that they tell of.
     """
     earliest_s = min(failure.unix_s for failure in failures)
     together = [failure for failure in failures if failure.unix_s - earliest_s <= _SAME_MOMENT_S]
+    if all(failure.late or failure.is_echo for failure in together):
+        own = (failure for failure in failures if not (failure.late or failure.is_echo))
+        together += [failure for failure in own if failure.unix_s - earliest_s <= _SEEN_LATE_S]
     return min(
         together,
         key=lambda failure: (not failure.by_keepstep, failure.late or failure.is_echo, failure.unix_s),

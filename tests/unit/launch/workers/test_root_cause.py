@@ -59,8 +59,21 @@ def test_who_hears_of_a_death_before_us_is_not_its_root(tmp_path: Path) -> None:
     victim = examine(3, 3, 13, 1, 9.0, error_file(tmp_path / "a", lost, 5.0), None)
     killed = examine(2, 2, 12, -9, 5.004, tmp_path / "none", None)
     assert first([victim, killed]) is killed
-    later = examine(2, 2, 12, -9, 6.0, tmp_path / "none", None)
+    seen_late = examine(2, 2, 12, -9, 7.5, tmp_path / "none", None)
+    assert first([victim, seen_late]) is seen_late
+    later = examine(2, 2, 12, -9, 16.0, tmp_path / "none", None)
     assert first([victim, later]) is victim
+    own = replace(victim, message="ValueError: boom")
+    assert first([own, seen_late]) is own
+
+
+def test_an_abort_is_as_old_as_what_it_said(tmp_path: Path) -> None:
+    said = last_words(tmp_path / "error.json", 5)
+    said.write_text("Fatal Python error: Aborted\n")
+    os.utime(said, (3.5, 3.5))
+    assert examine(0, 0, 5, -6, 4.0, tmp_path / "error.json", None).unix_s == 3.5
+    assert examine(0, 0, 5, 1, 4.0, tmp_path / "error.json", None).unix_s == 4.0
+    assert examine(0, 0, 6, -6, 4.0, tmp_path / "error.json", None).unix_s == 4.0
 
 
 def test_whom_keepstep_ended_is_the_root_of_what_others_say_at_that_moment(tmp_path: Path) -> None:
@@ -124,7 +137,7 @@ def test_a_worker_that_left_early_is_to_blame_where_others_only_tell_of_it() -> 
     assert to_blame([ECHO], [LEFT], 3) is LEFT
     assert to_blame([ECHO], [], 3) is ECHO
     own = replace(ECHO, rank=0, unix_s=11.0, message="ValueError: boom")
-    assert to_blame([ECHO, own], [LEFT], 3) is ECHO, (
+    assert to_blame([ECHO, own], [LEFT], 3) is own, (
         "one error of a rank's own, and the exit explains nothing"
     )
     assert to_blame([ECHO, replace(own, late=True)], [LEFT], 3) is LEFT
