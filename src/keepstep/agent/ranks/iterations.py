@@ -37,6 +37,7 @@ _PHASE = int(Kind.PHASE)
 _STARTUP, _FORWARD, _BACKWARD, _OPTIMIZER = (
     int(code) for code in (Phase.STARTUP, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 )
+_KNOWN = frozenset(map(int, Phase))
 _GC, _TEARDOWN = int(Phase.GC), int(Phase.TEARDOWN)
 _NOTHING_NEW = {_OPTIMIZER, _GC}
 _AFTER = dict.fromkeys((_OPTIMIZER, *PAUSES), int(Phase.AFTER_STEP)) | {_BACKWARD: int(Phase.AFTER_BACKWARD)}
@@ -160,7 +161,7 @@ class IterationCutter:
     def _note_phases(self, begun: Iterable[Told]) -> None:
         ticket = -1
         for code, _, ticket, start_ns, *_ in begun:
-            self._open[ticket] = code, start_ns
+            self._open[ticket] = code if code in _KNOWN else _FORWARD, start_ns
             if code == _TEARDOWN:
                 self._teardown = ticket, start_ns
             elif code in _TRAINS:

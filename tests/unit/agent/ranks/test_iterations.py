@@ -259,3 +259,12 @@ def test_a_rank_that_sets_up_its_groups_again_does_not_wind_up() -> None:
     rank.end(row)
     cutter.feed(empty, rank.table()[-1:], 0, rank.now)
     assert cutter.phase()[0] == Phase.FORWARD
+
+
+def test_a_phase_of_a_number_that_nobody_knows_is_like_none() -> None:
+    rank = g.Job(1).play(g.ddp(8)).ranks[0]
+    row = rank.begin(99)
+    rank.compute(5.0)
+    _, cutter = cut_all(rank)
+    assert row["end_ns"] == 0
+    assert cutter.phase()[0] == Phase.FORWARD
