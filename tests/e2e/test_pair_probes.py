@@ -45,6 +45,7 @@ def test_agents_probe_each_other_after_a_failure_of_the_network(tmp_path: Path) 
             timeout_s=400,
         )
     assert [result.returncode for result in results.values()] == [0, 0], results
+    assert not any("warm-up: " in result.stderr for result in results.values()), results
     incident = json.loads((tmp_path / "run/incidents/0001.json").read_text())
     assert incident["cause"]["cause_class"] == "network", incident
     told = [line for line in incident["evidence"] if line.startswith("probed after it: ")]

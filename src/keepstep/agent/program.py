@@ -30,6 +30,7 @@ from keepstep.core.own_address import address_towards
 
 logger = logging.getLogger("keepstep.agent")
 
+_MOST_PROBES = 4  # requests for probes that are kept while one is being answered
 _POLL_S = 0.05
 _SLOW_POLL_S = 0.2  # time between polls from which on short iterations are taken together, too
 _SLOWEST_POLL_S = 0.5  # where they are taken together
@@ -61,7 +62,7 @@ class Program:
         self._tasks: set[asyncio.Task[None]] = set()
         self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
         self._echo = echo_server(self._key)
-        self._probing = False
+        self._probing, self._probes = asyncio.Lock(), 0
         self._gpus = Gpus()
         self._gpus.start()
         self._ports = PortSensor()
@@ -198,8 +199,8 @@ class Program:
         self._send(self._agent.profile(request))
 
     def _begin_probe(self, request: wire.ProbeRequest) -> None:
-        if not self._probing:  # a request that comes while another is being answered is ignored
-            self._probing = True
+        if self._probes < _MOST_PROBES:
+            self._probes += 1
             self._later(self._probe(request))
 
     def _order_backups(self, order: wire.BackUp | wire.Located) -> None:
@@ -253,11 +254,12 @@ class Program:
 
     async def _probe(self, request: wire.ProbeRequest) -> wire.Probed:
         try:
-            used = self._agent.addresses()[1]
-            probes = await probe_paths(request, self._arguments.node, self._key, used)
-            return wire.Probed(request.request, self._arguments.node_rank, probes)
+            async with self._probing:
+                used = self._agent.addresses()[1]
+                probes = await probe_paths(request, self._arguments.node, self._key, used)
+                return wire.Probed(request.request, self._arguments.node_rank, probes)
         finally:
-            self._probing = False
+            self._probes -= 1
 
     def _tick(self) -> None:
         """Poll the rings once, send a heartbeat if one is due, and schedule the next call."""

@@ -26,6 +26,7 @@ from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.register import Register
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.incidents.validations import Validations
+from keepstep.control.incidents.warm_up_pairs import WarmUpPairs
 from keepstep.control.membership.pauses import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
@@ -75,6 +76,7 @@ class Cases:
         )
         self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
         self.early = EarlySlowness(cluster)
+        self._warm_up_pairs = WarmUpPairs(cluster, agents, effects)
         self.ignored = 0  # findings that made no sense
         self.recovery: Recovery | None = None  # the newest recovery of the job
         self._checksums = SavedChecksums()
@@ -106,6 +108,8 @@ class Cases:
         self.desk.register.now_s = now_s
         self.watch_waiting(now_s)
         self._look_early(now_s)
+        if not self._open.standstill():
+            self._warm_up_pairs.tick(now_s)
         for question in self.desk.agents.due(now_s):
             self._decide(question, now_s)
         for case in self._open.all():
@@ -408,6 +412,8 @@ class Cases:
     def _decide(self, question: Question, now_s: float) -> None:
         if question.kind is Probed:
             probes = probes_of(question)
+            if self._warm_up_pairs.question == question.number:
+                self._warm_up_pairs.probed(probes, now_s)
             self.mitigation.probed(question.number, probes, now_s)
             for case in (*self._open.slow, self._open.hang, self._open.crash):
                 if case is not None and case.probing == question.number and not case.closed:
