@@ -79,7 +79,10 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ),
     ("[", r"\[[\w./-]{1,80}\.(?:py|cc|cpp|cu|go|rs|h):\d+\] ?"),
     ("[", r"\[[\w./-]{1,80}\.py:\d+:\w{1,80}\] ?(?:\[Rank -?\d+\] ?)?"),
-    ("aA0", r"(?P<node>[A-Za-z0-9][\w.-]{0,63}):\d+:\d+ \[(?P<device>\d+)\] "),  # NCCL: host:pid:tid [device]
+    ("[", r"\[(?P<writer>[a-z]\w{0,40}\.[\w.]{1,40})\] (?=\S)"),  # Lightning: [root.work]
+    ("aA", r"(?P<writer>[\w.-]{1,80}[-_]\d{1,3}) {1,8}\| "),  # docker compose
+    # NCCL: host:pid:tid [device]
+    ("aA0", r"(?P<node>[A-Za-z0-9][\w.-]{0,63}):(?P<pid>\d{1,10}):\d+ \[(?P<gpu>\d{1,3})\] "),
     (
         "[",
         rf"\[{_DATE} {_CLOCK} (?P<level>[EWIFC]) \d+ \d+\](?: \([\w-]{{1,40}}\))? [\w.]{{1,80}}:\d+: ?",
@@ -188,6 +191,8 @@ def _heard(speaker: Speaker, groups: dict[str, str | None]) -> tuple[Speaker, st
         label = f"local rank {int(local)}"
         if speaker.local_rank is None:
             speaker = replace(speaker, local_rank=int(local))
+    if groups.get("gpu"):
+        speaker = replace(speaker, pid=int(groups["pid"] or 0), gpu=int(groups["gpu"] or 0))
     if node and not speaker.node:
         speaker, label = replace(speaker, node=node), label or node
     label = label or groups.get("writer") or ""
