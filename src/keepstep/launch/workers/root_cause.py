@@ -34,9 +34,7 @@ _LAST_WORDS_BYTES = 65536
 _LAST_WORDS_LINES = 200
 _STANDBY = str(Path(__file__).with_name("standby.py"))
 _SAME_MOMENT_S = 0.5
-_SEEN_LATE_S = (
-    10.0  # for so long after an error that only tells of another worker, that one's end may be seen
-)
+_SEEN_LATE_S = 10.0  # for so long after an error that only tells of another worker, that one's end may be seen
 _SHOWN_S = 0.05  # shortest time that is told in tenths of a second
 
 

@@ -137,7 +137,9 @@ def test_a_worker_that_left_early_is_to_blame_where_others_only_tell_of_it() -> 
     assert to_blame([ECHO], [LEFT], 3) is LEFT
     assert to_blame([ECHO], [], 3) is ECHO
     own = replace(ECHO, rank=0, unix_s=11.0, message="ValueError: boom")
-    assert to_blame([ECHO, own], [LEFT], 3) is own, "one error of a rank's own, and the exit explains nothing"
+    assert to_blame([ECHO, own], [LEFT], 3) is own, (
+        "one error of a rank's own, and the exit explains nothing"
+    )
     assert to_blame([ECHO, replace(own, late=True)], [LEFT], 3) is LEFT
     assert to_blame([ECHO], [LEFT, replace(LEFT, rank=0)], 3) is ECHO, (
         "most have left: the one that remained is odd"
