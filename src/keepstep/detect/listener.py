@@ -426,4 +426,4 @@ class Listener:
             *reversed(self._chunk[max(0, begin - _BESIDE) : begin]),
         ]
         told = (spoken(line[:_NEW_BYTES].decode(errors="replace")) for line in around if b"/" in line)
-        return tuple(one.text for one in told if one.speaker.label == label)
+        return tuple(one.text for one in told if one.speaker.label in (label, ""))

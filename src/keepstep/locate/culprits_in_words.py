@@ -33,11 +33,19 @@ _LINKS_OF_ONE = 3
 _URL = re.compile(r"\b(?:s3|gs|gcs|oss|cos|az|abfss?|wasbs?|hdfs|https?)://[^\s'\"<>(),;]{1,1000}")
 _PATH = re.compile(r"(?<![\w./:@-])/(?:[\w.@%+=~-]{1,255}/){0,64}[\w.@%+=~-]{1,255}/?(?P<line>:\d)?")
 _DATA_URL = re.compile(r"\b(?:s3a?|gs|gcs|oss|cos|az|abfss?|wasbs?|hdfs)://[^\s'\"<>(),;]{1,1000}")
-# What is done to data and checkpoints; paths of programs and of the system are none of these.
-_USED = re.compile(
-    r"(?i)\b(?:open|sav|writ|load|read|upload|download|resum|restor|checkpoint|ckpt|dump|copy|mov|creat|stor|stag)"
-    r"(?:s|e[ds]?|ing|ning|y|t)?\b"
+# What is done to data and checkpoints; who tells that it is done tells of none that failed.
+_WRITES = re.compile(
+    r"(?i)\b(?:open|save|saving|writ(?:e|ing)|upload(?:ing)?|dump(?:ing)?|copy(?:ing)?|resuming)\b"
 )
+_READS = re.compile(
+    r"(?i)\b(?:open|load(?:s|ing)?|read(?:s|ing)?|download(?:ing)?|restor(?:e|ing)|resum(?:e|ing))\b"
+)
+_DONE = re.compile(
+    r"(?i)\b(?:saved|wrote|written|uploaded|loaded|downloaded|restored|copied|created|found|using|done)\b"
+)
+_SETTINGS = re.compile(r"\.(?:ya?ml|json|toml|cfg|ini|conf|log|sh|md)$")
+_OF_WRITES = frozenset({"no-space", "quota", "read-only", "object-store-rate-limit"})
+_OF_READS = frozenset({"corrupt-checkpoint", "corrupt-data", "missing-path", "missing-file"})
 _CODE = re.compile(
     r"^\s*(?:File \"|at |#\d+ |raise |return |\w+ = |[\w.]+\(.*\)$)|-packages/|\bsource code\b"
 )
@@ -47,7 +55,7 @@ _STORE = re.compile(r"(?i)\bbucket[ :='\"]{1,3}([\w.-]{3,255})|\bhost='([\w.-]{1
 _ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
 # Messages name the source file that they come from; it is no path of the job's.
 _SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
-_RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[ :=#]{1,3}(\d{1,6})\b")
+_RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[\"' :=#]{1,4}(\d{1,6})\b")
 _ITSELF = re.compile(r"\[?(?:127\.\d|localhost$|localhost\.|::1\]?$|0\.0\.0\.0$|::\]?$|0:0:0:0:0:0:0:[01]$)")
 
 
@@ -114,15 +122,20 @@ def path_in(text: str) -> str:
     return next((path for path in paths if path.count("/") > 1 and not _SOURCE.search(path)), "")
 
 
-def path_beside(lines: Iterable[str]) -> str:
-    """The object, or the file of data or a checkpoint, that one of the lines near an error is about; the first."""
+def path_beside(lines: Iterable[str], kind: str) -> str:
+    """The object, or the file of data or a checkpoint, that one of the lines near an error is about; the first.
+
+    Args:
+        kind: of the error: one of writing is not about what was read.
+    """
+    does = [_WRITES] * (kind not in _OF_READS) + [_READS] * (kind not in _OF_WRITES)
     for text in lines:
-        if _CODE.search(text):
+        if _CODE.search(text) or _DONE.search(text):
             continue
         if found := _DATA_URL.search(text):
             return found[0].rstrip(".:")
-        path = path_in(text) if _USED.search(text) else ""
-        if path and "://" not in path and not _SYSTEM.match(path):
+        path = path_in(text) if any(words.search(text) for words in does) else ""
+        if path and "://" not in path and not _SYSTEM.match(path) and not _SETTINGS.search(path):
             return path
     return ""
 
@@ -197,7 +210,7 @@ def _path(case: _Case) -> Blamed | None:
         block = (case.root.source, case.root.block)
         near = [one.text for one in case.told if (one.source, one.block) == block]
         paths = {found[0].rstrip(".:") for text in near if (found := _URL.search(text))}
-    if not paths and (beside := path_beside(case.root.beside)):
+    if not paths and (beside := path_beside(case.root.beside, case.row.kind)):
         paths = {beside}
     if not paths:
         stores = {found[1] or found[2] for one in case.alike() if (found := _STORE.search(one.text))}
@@ -385,7 +398,11 @@ def _speaking_node(case: _Case) -> Blamed | None:
     """The node that alone tells of its network or hardware, where no rank or other end is known."""
     nodes = {one.speaker.node for one in case.alike()}
     ranks = {one.speaker.rank for one in case.alike()} - {None}
+    one_process = "pid=" in case.root.speaker.label and len({one.speaker for one in case.alike()}) == 1
     of_node = case.root.row.cause_class in ("network", "node") or case.root.row.kind == "sigkill"
+    others = {one.speaker.node for one in case.told} - {case.here, ""}
+    of_node = of_node or (one_process and case.root.row.role == "cause")
+    of_node = of_node or (bool(others) and case.row.blames in ("speaker", "alone"))
     if ranks or len(nodes) > 1 or not case.here or not of_node:
         return None
     return Blamed((Named(node=case.here),), "medium")
@@ -401,6 +418,6 @@ _WAYS: dict[str, tuple[Callable[[_Case], Blamed | None], ...]] = {
     "rank": (_ranks_in_text, _who_ended, _speakers, _speaking_node),
     "process": (_who_ended,),
     "speaker": (_who_ended, _whose_memory, _rank_in_words, _speakers, _node, _speaking_node),
-    "alone": (_alone,),
+    "alone": (_alone, _speaking_node),
 }
 """Where the culprit of a row is looked for, by what the row blames: the first that finds anything is taken."""
