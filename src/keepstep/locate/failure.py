@@ -119,7 +119,7 @@ def _root(told: Sequence[Told]) -> Told | None:
         best = min(block, key=lambda one: one.row.general)
         if best.row.blames == "gpu":  # the driver says the same in several lines
             best = next(one for one in block if (one.row.blames, one.row.kind) == ("gpu", best.row.kind))
-        return _first_of_its_gpu(best, told)
+        return _first_of_its_gpu(_what_it_wraps(best, told), told)
     own = [one for one in told if one.row.role in ("suspect", "exception") and not one.warned]
     own = [one for one in own if not _was_killed(one, told)]
     if own:
@@ -128,6 +128,23 @@ def _root(told: Sequence[Told]) -> Told | None:
     if warned:
         return warned[0]
     return next((one for one in told if one.row.role == "outcome"), None)
+
+
+def _what_it_wraps(cause: Told, told: Sequence[Told]) -> Told:
+    """What a client of a store raised first, where the cause is the general error in which that was passed on."""
+    if not cause.row.general:
+        return cause
+    return next(
+        (
+            one
+            for one in told[: told.index(cause)]
+            if (one.source, one.block) == (cause.source, cause.block)
+            and one.row.role == "suspect"
+            and one.row.cause_class == cause.row.cause_class
+            and one.row.general <= cause.row.general
+        ),
+        cause,
+    )
 
 
 def _was_killed(error: Told, told: Sequence[Told]) -> bool:
