@@ -75,6 +75,7 @@ _RANKS = r"\d{1,7}(?:, ?\d{1,7})*"
 _NAMED = (
     re.compile(rf"\branks? ({_RANKS}) failed to pass", re.IGNORECASE),
     re.compile(rf"missing[_ ]ranks(?:=\[|: )({_RANKS})\]", re.IGNORECASE),
+    re.compile(r"/task:(\d{1,7}) heartbeat timeout", re.IGNORECASE),
     re.compile(rf"\[({_RANKS})\] finished collective #\d+, but didn't join", re.IGNORECASE),
 )
 

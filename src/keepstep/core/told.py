@@ -25,8 +25,8 @@ CLASSES: tuple[CauseClass, ...] = ("storage", "network", "node", "user", "other"
 ROLES: tuple[Role, ...] = ("cause", "suspect", "exception", "outcome", "echo", "timeout", "note", "harmless")
 KERNEL_SOURCES = ("kernel", "NVML", "control group")
 """Names of the logs in which a node's kernel and its drivers speak."""
-BLAMES = ("speaker", "link", "gpu", "rank", "node", "path", "device", "process", "nobody")
-"""Whom a row blames: who said it, or what stands at that place of its text."""
+BLAMES = ("speaker", "alone", "link", "gpu", "rank", "node", "path", "device", "process", "nobody")
+"""Whom a row blames: who said it (``alone``: beside others), or what stands at that place of its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,15 @@ class Speaker:
         rank: in the job; ``local_rank``: within a node.
         node: the host's name.
         label: what tells writers of one log apart; empty where nothing does.
+        pid: of the process, and ``gpu`` the number of its GPU, as NCCL writes them.
     """
 
     rank: int | None = None
     local_rank: int | None = None
     node: str = ""
     label: str = ""
+    pid: int | None = None
+    gpu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Told:
         count: how many lines told the same, by this speaker.
         survived: how many times the job went on after such lines before it came to this one.
         recent: how many of the lines came since, with this one.
+        beside: lines of the same speaker right before and after an error of a file system or store, as far as they
+            may tell what it was about.
     """
 
     row: Row
@@ -113,6 +118,7 @@ class Told:
     count: int = 1
     survived: int = 0
     recent: int = 1
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

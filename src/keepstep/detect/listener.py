@@ -26,6 +26,8 @@ _MOST_LABELS = 4096
 _MOST_RANK = 1 << 20
 # Lines of one error stand at most this many lines of their speaker apart.
 _NEAR = 40
+# So many lines before and after an error of storage may tell what it was about.
+_BESIDE = 4
 _LONG_TRACEBACK_LINES = 400
 # Of so many lines of new shapes, the last ones, so many bytes are kept: one of them may be a cause that no row knows.
 _MOST_NEW = 64
@@ -163,6 +165,9 @@ class Listener:
         self._first_progress = 0
         self._settled_new = 0
         self._stopped_at = -1  # how many lines of progress there were when something was told
+        # Lines that are taken now, and how many came before them.
+        self._chunk: list[bytes] = []
+        self._before = 0
 
     def take(self, data: bytes) -> None:
         """Take some bytes; a line may go on in the next ones."""
@@ -179,6 +184,7 @@ class Listener:
             return
         *lines, rest = split_lines(data)
         self._keep_rest(rest)
+        self._chunk, self._before = lines, self._lines
         for line, shape in zip(lines, shapes, strict=True):
             self._lines += 1
             state = known.get(shape)
@@ -188,6 +194,7 @@ class Listener:
                 self._progress += 1
             elif line:
                 self._look(line, shape[:_LOOKED_AT_BYTES] if len(shape) > _LOOKED_AT_BYTES else shape)
+        self._chunk = []
 
     def _keep_rest(self, rest: bytes) -> None:
         self._rest = rest[: max(self._bounds.line_bytes, _LOOKED_AT_BYTES)]
@@ -404,7 +411,19 @@ class Listener:
     ) -> Told:
         whole = line[: self._bounds.line_bytes].decode(errors="replace").strip()
         warned = said.level == "warning" and "NCCL WARN" not in said.text
+        beside = self._beside(state.begins, said.speaker.label) if row.blames == "path" else ()
         return Told(
             row, whole, said.text, self._lines, self._source, said.time_s, said.boot_s, speaker, state.block,
-            state.begins, places, warned,
+            state.begins, places, warned, beside=beside,
         )  # fmt: skip
+
+    def _beside(self, begins: int, label: str) -> tuple[str, ...]:
+        """The lines with a path right after the line that is looked at, and before it or before its traceback."""
+        at = self._lines - self._before - 1
+        begin = min(at, begins - self._before - 1) if begins > self._before else at
+        around = [
+            *self._chunk[at + 1 : at + 1 + _BESIDE],
+            *reversed(self._chunk[max(0, begin - _BESIDE) : begin]),
+        ]
+        told = (spoken(line[:_NEW_BYTES].decode(errors="replace")) for line in around if b"/" in line)
+        return tuple(one.text for one in told if one.speaker.label in (label, ""))

@@ -49,7 +49,12 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
         r"\[(?P<node>(?=[\w.-]{0,63}\d)[A-Za-z][\w.-]{1,63}):(?:(?P<local>\d{1,2})|\d{3,10}(?::\d+)?)\]:? ?",
     ),
     ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,63})\]\[\[\d+,\d+\],(?P<rank>\d{1,7})\](?:\[[^\]]{1,120}\])? ?"),
-    (_LOWER, r"(?P<node>(?=[a-z0-9.-]{0,63}[0-9])[a-z][a-z0-9.-]{1,63}): (?=\S)"),  # pdsh, DeepSpeed
+    # pdsh, DeepSpeed; not the devices of which a kernel tells
+    (
+        _LOWER,
+        r"(?!(?:nvidia-nvswitch|eth|en[ops]|ib[sp]?|bond|nvme|md|mlx|efa)\d)"
+        r"(?P<node>(?=[a-z0-9.-]{0,63}[0-9])[a-z][a-z0-9.-]{1,63}): (?=\S)",
+    ),
     (_DIGIT, r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): (?=\S)"),  # pdsh where nodes are known by addresses
     # loggers
     (_UPPER, r"(?P<level>[EWIFC])\d{4} \d\d:\d\d:\d\d(?:\.\d+)? +(?:\d+ +)?[^\]\s]{1,200}:\d+\] ?"),
@@ -79,7 +84,11 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ),
     ("[", r"\[[\w./-]{1,80}\.(?:py|cc|cpp|cu|go|rs|h):\d+\] ?"),
     ("[", r"\[[\w./-]{1,80}\.py:\d+:\w{1,80}\] ?(?:\[Rank -?\d+\] ?)?"),
-    ("aA0", r"(?P<node>[A-Za-z0-9][\w.-]{0,63}):\d+:\d+ \[(?P<device>\d+)\] "),  # NCCL: host:pid:tid [device]
+    ("[", r"\[(?P<writer>[a-z]\w{0,40}\.[\w.]{1,40})\] (?=\S)"),  # Lightning: [root.work]
+    ("aA", r"(?P<writer>[\w.-]{1,80}[-_]\d{1,3}) {1,8}\| "),  # docker compose
+    ("aA", r"(?P<writer>[A-Za-z][\w.-]{0,60}/\d{1,4}) (?=\S)"),  # torchx: role/replica
+    # NCCL: host:pid:tid [device]
+    ("aA0", r"(?P<node>[A-Za-z0-9][\w.-]{0,63}):(?P<pid>\d{1,10}):\d+ \[(?P<gpu>\d{1,3})\] "),
     (
         "[",
         rf"\[{_DATE} {_CLOCK} (?P<level>[EWIFC]) \d+ \d+\](?: \([\w-]{{1,40}}\))? [\w.]{{1,80}}:\d+: ?",
@@ -188,8 +197,11 @@ def _heard(speaker: Speaker, groups: dict[str, str | None]) -> tuple[Speaker, st
         label = f"local rank {int(local)}"
         if speaker.local_rank is None:
             speaker = replace(speaker, local_rank=int(local))
+    if groups.get("gpu"):
+        speaker = replace(speaker, pid=int(groups["pid"] or 0), gpu=int(groups["gpu"] or 0))
+        label = label or f"{node}:{groups['pid']}"
     if node and not speaker.node:
-        speaker, label = replace(speaker, node=node), label or node
+        speaker, label = replace(speaker, node=node), label or groups.get("writer") or node
     label = label or groups.get("writer") or ""
     return speaker, label
 

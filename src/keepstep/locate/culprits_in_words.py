@@ -23,16 +23,39 @@ _MOST_CULPRITS = 16
 # Notes that tell where a process ran stand at most so many lines from what they belong to.
 _AROUND = 40
 _MOST_RANKS = 4096
+_MEMORY_FULL = "host-oom"
+_ENDED_BY_LAUNCHER = "closing signal SIGTERM"
+_TASKS = frozenset({"slurm-task-killed", "slurm-exit", "slurm-task-where"})
+# What one process meets, but all of its node would.
+_OF_WHOLE_NODES = frozenset({"fabric-manager", "gpu-missing", "host-oom", "shm", "driver-mismatch"})
 # From so many links on, the one end that all of them share is to blame.
 _LINKS_OF_ONE = 3
 _URL = re.compile(r"\b(?:s3|gs|gcs|oss|cos|az|abfss?|wasbs?|hdfs|https?)://[^\s'\"<>(),;]{1,1000}")
 _PATH = re.compile(r"(?<![\w./:@-])/(?:[\w.@%+=~-]{1,255}/){0,64}[\w.@%+=~-]{1,255}/?(?P<line>:\d)?")
+_DATA_URL = re.compile(r"\b(?:s3a?|gs|gcs|oss|cos|az|abfss?|wasbs?|hdfs)://[^\s'\"<>(),;]{1,1000}")
+# What is done to data and checkpoints; who tells that it is done tells of none that failed.
+_WRITES = re.compile(
+    r"(?i)\b(?:open|save|saving|writ(?:e|ing)|upload(?:ing)?|dump(?:ing)?|copy(?:ing)?|resuming)\b"
+)
+_READS = re.compile(
+    r"(?i)\b(?:open|load(?:s|ing)?|read(?:s|ing)?|download(?:ing)?|restor(?:e|ing)|resum(?:e|ing))\b"
+)
+_DONE = re.compile(
+    r"(?i)\b(?:saved|wrote|written|uploaded|loaded|downloaded|restored|copied|created|found|using|done)\b"
+)
+_SETTINGS = re.compile(r"\.(?:ya?ml|json|toml|cfg|ini|conf|log|sh|md)$")
+_OF_WRITES = frozenset({"no-space", "quota", "read-only", "object-store-rate-limit"})
+_OF_READS = frozenset({"corrupt-checkpoint", "corrupt-data", "missing-path", "missing-file"})
+_CODE = re.compile(
+    r"^\s*(?:File \"|at |#\d+ |raise |return |\w+ = |[\w.]+\(.*\)$)|-packages/|\bsource code\b"
+)
+_SYSTEM = re.compile(r"/(?:usr|bin|sbin|lib|lib64|etc|proc|sys|dev|run|boot)(?:/|$)|.*/(?:bin|lib|include)/")
 # A bucket, or the host of a store, where a client names no object.
 _STORE = re.compile(r"(?i)\bbucket[ :='\"]{1,3}([\w.-]{3,255})|\bhost='([\w.-]{1,255})'")
 _ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
 # Messages name the source file that they come from; it is no path of the job's.
 _SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
-_RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[ :=#]{1,3}(\d{1,6})\b")
+_RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[\"' :=#]{1,4}(\d{1,6})\b")
 _ITSELF = re.compile(r"\[?(?:127\.\d|localhost$|localhost\.|::1\]?$|0\.0\.0\.0$|::\]?$|0:0:0:0:0:0:0:[01]$)")
 
 
@@ -99,6 +122,24 @@ def path_in(text: str) -> str:
     return next((path for path in paths if path.count("/") > 1 and not _SOURCE.search(path)), "")
 
 
+def path_beside(lines: Iterable[str], kind: str) -> str:
+    """The object, or the file of data or a checkpoint, that one of the lines near an error is about; the first.
+
+    Args:
+        kind: of the error: one of writing is not about what was read.
+    """
+    does = [_WRITES] * (kind not in _OF_READS) + [_READS] * (kind not in _OF_WRITES)
+    for text in lines:
+        if _CODE.search(text) or _DONE.search(text):
+            continue
+        if found := _DATA_URL.search(text):
+            return found[0].rstrip(".:")
+        path = path_in(text) if any(words.search(text) for words in does) else ""
+        if path and "://" not in path and not _SYSTEM.match(path) and not _SETTINGS.search(path):
+            return path
+    return ""
+
+
 # --- what stands at a place of the text ---------------------------------------------------------------------------
 
 
@@ -107,8 +148,27 @@ def _nobody(case: _Case) -> Blamed:
 
 
 def _gpu(case: _Case) -> Blamed | None:
-    pci = case.root.places.get("pci")
-    return case.named(Named(thing=f"GPU {pci.lower()}", node=case.here)) if pci else None
+    """A GPU by its PCI address; where the driver gives its number only, by the one address in that host's lines."""
+    pci, number = (case.root.places.get(name, "") for name in ("pci", "gpu"))
+    if pci:
+        return case.named(Named(thing=f"GPU {pci.lower()}", node=case.here))
+    told = {
+        address.lower()
+        for one in case.told
+        if one.row.blames == "gpu" and one.speaker.node == case.here and (address := one.places.get("pci"))
+    }
+    if len({address.partition(".")[0] for address in told}) == 1:
+        known = f" ({number})" if number else ""
+        return case.named(Named(thing=f"GPU {min(told)}{known}", node=case.here))
+    return case.named(Named(thing=number, node=case.here)) if number else None
+
+
+def _gpu_of_speaker(case: _Case) -> Blamed | None:
+    """The GPU of the one process that said it, as NCCL's lines begin with it."""
+    said = {(one.speaker.node, one.speaker.pid, one.speaker.gpu) for one in case.alike()}
+    if len(said) != 1 or case.root.speaker.gpu is None or case.row.kind in _OF_WHOLE_NODES:
+        return None
+    return case.named(Named(thing=f"GPU {case.root.speaker.gpu}", node=case.here))
 
 
 def _device(case: _Case) -> Blamed | None:
@@ -150,6 +210,8 @@ def _path(case: _Case) -> Blamed | None:
         block = (case.root.source, case.root.block)
         near = [one.text for one in case.told if (one.source, one.block) == block]
         paths = {found[0].rstrip(".:") for text in near if (found := _URL.search(text))}
+    if not paths and (beside := path_beside(case.root.beside, case.row.kind)):
+        paths = {beside}
     if not paths:
         stores = {found[1] or found[2] for one in case.alike() if (found := _STORE.search(one.text))}
         return case.named(*(Named(thing=f"store {store}") for store in sorted(stores))) if stores else None
@@ -196,6 +258,16 @@ def _here(case: _Case) -> Blamed | None:
     return case.named(Named(node=case.here)) if case.here else None
 
 
+def _peer_of_others(case: _Case) -> Blamed | None:
+    """The one peer of which others tell that it does not answer, where the line of its adapter names no host."""
+    if case.here.strip(".-0123456789"):
+        return None
+    peers = {
+        one.places["peer"] for one in case.told if one.row.cause_class == "network" and "peer" in one.places
+    }
+    return Blamed((Named(peer=peers.pop()),), "medium") if len(peers) == 1 else None
+
+
 def _node_of_all(case: _Case) -> Blamed | None:
     """The node on which all are that told the same."""
     nodes = {one.speaker.node for one in case.alike()}
@@ -215,6 +287,10 @@ def _who_ended(case: _Case) -> Blamed | None:
     """The process whose end, or error, a launcher tells of: nobody where it tells so of most of those it speaks of."""
     told = case.of_its_kind()
     ranks = {rank for one in told for rank in _ranks_of(one)}
+    if not ranks and case.root.row.role == "outcome":
+        noted = [one for one in _around(case) if "rank" in one.places]
+        told += noted
+        ranks = {rank for one in noted for rank in _ranks_of(one)}
     if ranks:
         known = case.heard.union(rank for one in case.told for rank in _ranks_of(one))
         if len(ranks) > 1 and 2 * len(ranks) > len(known):
@@ -231,6 +307,22 @@ def _who_ended(case: _Case) -> Blamed | None:
     if len(locals_) == 1 or (locals_ and case.root.row.role == "outcome"):
         return case.named(*(Named(local_rank=local, node=node) for node, local in sorted(locals_)))
     return None
+
+
+def _whose_memory(case: _Case) -> Blamed | None:
+    """The task, or its node, that Slurm tells of first after it has told that a memory was full."""
+    if case.row.kind != _MEMORY_FULL:
+        return None
+    after = [one for one in case.told if one.number > case.root.number and one.row.name in _TASKS]
+    if not after:
+        return None
+    first = after[0]
+    node, ranks = first.places.get("node", ""), _ranks_of(first)
+    if first.row.role == "echo" and len({one.places.get("node") for one in after}) > 1:
+        return None
+    if first.row.role == "outcome" and len(ranks) == 1:
+        return case.named(Named(ranks.pop(), node=node))
+    return case.named(Named(node=node)) if node else None
 
 
 def _rank_in_words(case: _Case) -> Blamed | None:
@@ -264,6 +356,8 @@ def _speakers(case: _Case) -> Blamed | None:
         local = {one.speaker.local_rank for one in same if one.speaker.local_rank is not None}
         if len(local) == 1:
             return case.named(Named(local_rank=local.pop(), node=case.here))
+        if found := _gpu_of_speaker(case):
+            return found
         # A library writes without a label; the traceback that follows has one, or another line of its kind.
         ranks = {
             one.speaker.rank
@@ -293,24 +387,37 @@ def _others_raised(ranks: set[int], told: Sequence[Told]) -> bool:
     return bool(raised - follow - ranks - {None})
 
 
+def _alone(case: _Case) -> Blamed | None:
+    """Who alone said the root, where others spoke, too, or had to be ended by the launcher."""
+    rank = case.root.speaker.rank
+    others = case.heard - {rank} or any(_ENDED_BY_LAUNCHER in one.text for one in case.told)
+    return _speakers(case) if rank is not None and others else None
+
+
 def _speaking_node(case: _Case) -> Blamed | None:
     """The node that alone tells of its network or hardware, where no rank or other end is known."""
     nodes = {one.speaker.node for one in case.alike()}
     ranks = {one.speaker.rank for one in case.alike()} - {None}
-    if ranks or len(nodes) > 1 or not case.here or case.root.row.cause_class not in ("network", "node"):
+    one_process = "pid=" in case.root.speaker.label and len({one.speaker for one in case.alike()}) == 1
+    of_node = case.root.row.cause_class in ("network", "node") or case.root.row.kind == "sigkill"
+    others = {one.speaker.node for one in case.told} - {case.here, ""}
+    of_node = of_node or (one_process and case.root.row.role == "cause")
+    of_node = of_node or (bool(others) and case.row.blames in ("speaker", "alone"))
+    if ranks or len(nodes) > 1 or not case.here or not of_node:
         return None
     return Blamed((Named(node=case.here),), "medium")
 
 
 _WAYS: dict[str, tuple[Callable[[_Case], Blamed | None], ...]] = {
     "nobody": (_nobody,),
-    "gpu": (_gpu, _who_ended),
+    "gpu": (_gpu, _who_ended, _speaking_node),
     "link": (_link, _who_ended, _speaking_node),
-    "device": (_device, _node_of_all),
+    "device": (_device, _peer_of_others, _node_of_all),
     "path": (_path, _speakers),
     "node": (_node, _who_ended, _here),
     "rank": (_ranks_in_text, _who_ended, _speakers, _speaking_node),
     "process": (_who_ended,),
-    "speaker": (_who_ended, _rank_in_words, _speakers, _node, _speaking_node),
+    "speaker": (_who_ended, _whose_memory, _rank_in_words, _speakers, _node, _speaking_node),
+    "alone": (_alone, _speaking_node),
 }
 """Where the culprit of a row is looked for, by what the row blames: the first that finds anything is taken."""

@@ -116,14 +116,45 @@ def _root(told: Sequence[Told]) -> Told | None:
     if causes:
         first = causes[0]
         block = [one for one in causes if (one.source, one.block) == (first.source, first.block)]
-        return _first_of_its_gpu(min(block, key=lambda one: one.row.general), told)
+        best = min(block, key=lambda one: one.row.general)
+        if best.row.blames == "gpu":  # the driver says the same in several lines
+            best = next(one for one in block if (one.row.blames, one.row.kind) == ("gpu", best.row.kind))
+        return _first_of_its_gpu(_what_it_wraps(best, told), told)
     own = [one for one in told if one.row.role in ("suspect", "exception") and not one.warned]
+    own = [one for one in own if not _was_killed(one, told)]
     if own:
         return _telling(own)
     warned = [one for one in told if one.row.role == "suspect"]
     if warned:
         return warned[0]
     return next((one for one in told if one.row.role == "outcome"), None)
+
+
+def _what_it_wraps(cause: Told, told: Sequence[Told]) -> Told:
+    """What a client of a store raised first, where the cause is the general error in which that was passed on."""
+    if not cause.row.general:
+        return cause
+    return next(
+        (
+            one
+            for one in told[: told.index(cause)]
+            if (one.source, one.block) == (cause.source, cause.block)
+            and one.row.role == "suspect"
+            and one.row.cause_class == cause.row.cause_class
+            and one.row.general <= cause.row.general
+        ),
+        cause,
+    )
+
+
+def _was_killed(error: Told, told: Sequence[Told]) -> bool:
+    """Whether an error was printed without a traceback by a process that then was killed from outside."""
+    if error.row.role != "exception" or error.begins or error.speaker.rank is None:
+        return False
+    return any(
+        one.row.kind == "sigkill" and one.speaker.rank == error.speaker.rank and one.number > error.number
+        for one in told
+    )
 
 
 def _first_of_its_gpu(cause: Told, told: Sequence[Told]) -> Told:

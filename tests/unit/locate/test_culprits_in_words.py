@@ -44,6 +44,9 @@ The actor is dead because its node has died. Node Id: 67
 """
 
 
+OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
+
+
 @pytest.mark.parametrize(
     ("log", "named"),
     [
@@ -123,7 +126,114 @@ The actor is dead because its node has died. Node Id: 67
         ("c-1:8:9 [0] NCCL WARN Call to connect failed : Connection timed out\n", "node c-1"),
         ("OSError: [Errno 113] No route to host: connect to 10.1.2.3 failed\n", "peer 10.1.2.3"),
         ("OSError: [Errno 113] No route to host\n", ""),
+        # an adapter without a host is the one of which another host tells
+        (
+            "...-48:81:9 [0] NCCL WARN NET/IB : Got async event : port error\n"
+            "c-1:8:9 [4] NCCL WARN NET/IB : Got completion from peer c-48<379> with error 12, opcode 2, len 1\n",
+            "peer c-48",
+        ),
+        ("NET/IB : Got completion from peer with error 12, opcode 0, len 5384, vendor err 129 (Send)\n", ""),
+        # a GPU by its number, where nothing tells its address
+        (
+            "[ 24.3] NVRM: GPU6 _kgspIsHeartbeatTimedOut: Heartbeat timed out, diff 6070 timeout 5200\n",
+            "GPU6",
+        ),
+        (
+            "c-17: kern: NVRM: GPU2 nvAssertFailedNoLog: GSP RPC timeout detected! GPU marked for reset\n"
+            "c-17: kern: NVRM: Xid (PCI:0000:0b:00): 154, GPU recovery action changed\n",
+            "GPU 0000:0b:00 (GPU2) on c-17",
+        ),
+        (
+            "c-17: kern: NVRM: Back to back GSP RPC timeout detected! GPU marked for reset\n"
+            "c-17: kern: NVRM: Xid (PCI:0000:0b:00): 154, GPU recovery action changed\n"
+            "c-17: kern: NVRM: Xid (PCI:0000:0c:00): 154, GPU recovery action changed\n",
+            "node c-17",
+        ),
+        ("GPU 5 has uncorrectable memory errors and row remappings are pending.\n", "GPU 5"),
+        ("Jan  3 10:00:00 c-17 kernel: NVRM: GPU1 RmInitAdapter failed! (0x62:0x55:2477)\n", "GPU1 on c-17"),
+        ("[ 1.5] nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 12028, Fatal, Link 33\n", "device 0000:05:00.0"),
+        # NCCL's own prefix tells host and GPU, where one process alone says it
+        ("c-1:33:66 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n", "GPU 3 on c-1"),
+        (
+            "".join(f"c-1:{n}:66 [{n}] NCCL WARN Cuda failure 2 'out of memory'\n" for n in range(2)),
+            "",
+        ),
+        ("c-1:33:66 [3] NCCL WARN Cuda failure 802 'system not yet initialized'\n", "node c-1"),
+        # who alone has an error, while others speak or are ended
+        (
+            "[rank3]: FileNotFoundError: [Errno 2] No such file or directory: 'a.npy'\n"
+            "[rank0]: RuntimeError: Connection closed by peer [10.1.2.3]:40000\n",
+            "rank 3",
+        ),
+        (
+            "[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a.npy'\n"
+            "W0101 10:00:00.000000 1 api.py:897] Sending process 11 closing signal SIGTERM\n",
+            "rank 1",
+        ),
+        ("[rank1]: FileNotFoundError: [Errno 2] No such file or directory: 'a.npy'\n", ""),
+        (
+            "".join(
+                f"[rank{n}]: FileNotFoundError: [Errno 2] No such file or directory: 'a'\n" for n in "012"
+            ),
+            "",
+        ),
+        ("[rank8]: FileExistsError: [Errno 17] File exists\n", "rank 8"),
+        (
+            "[pod/w-3/torch] RuntimeError: CUDA error: an illegal memory access was encountered\n"
+            "[pod/w-0/torch] RuntimeError: NCCL communicator was aborted on rank 0\n",
+            "node w-3",
+        ),
+        ("(Trainer pid=8, ip=10.1.2.3) torch.OutOfMemoryError: CUDA out of memory.\n", "node 10.1.2.3"),
+        ('{"rank": 5, "message": "CUDA error: uncorrectable ECC error encountered"}\n', "rank 5"),
+        # Slurm tells that a memory was full, and then of the task
+        (OOM_KILL + "srun: error: c-17: task\n", "node c-17"),
+        (
+            OOM_KILL + "srun: error: c-17: task 4: Killed\nsrun: error: c-1: tasks 0-3: Terminated\n",
+            "rank 4 on c-17",
+        ),
+        (OOM_KILL + "srun: error: c-17: task 4: Exited with exit code 1\n", "node c-17"),
+        (
+            OOM_KILL
+            + "srun: error: c-17: task 4: Exited with exit code 1\nsrun: error: c-1: task 0: Terminated\n",
+            "",
+        ),
+        # other launchers
+        (
+            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   RANK 3 PID 20763 RUNNING AT c-17\n"
+            "=   KILLED BY SIGNAL: 9 (Killed)\n",
+            "rank 3 on c-17",
+        ),
+        ("E UNAVAILABLE: Task /job:jax_worker/replica:0/task:3 heartbeat timeout.\n", "rank 3"),
+        ("RuntimeError: Using hostfile but host=c-17 was not reachable via ssh.\n", "node c-17"),
+        # the printed error of a process that then was killed is not why it ended
+        (
+            "[0]<stderr>:RuntimeError: odd batch\n[0]<stderr>:Killed\nProcess 0 exit with status code 137.\n",
+            "process 0",
+        ),
         # file systems and object stores
+        (
+            "Unavailable: Unexpected response code 410\n\t when resuming upload gs://bucket-7/run/a.ckpt-1\n",
+            "path gs://bucket-7/run/a.ckpt-1",
+        ),
+        (
+            "DEBUG:fsspec.local:open file: /content/drive/a/last.ckpt\nTraceback (most recent call last):\n"
+            '  File "/usr/lib/python3.10/dist-packages/fsspec/local.py", line 382, in write\n'
+            "OSError: [Errno 107] Transport endpoint is not connected\n",
+            "path /content/drive/a/last.ckpt",
+        ),
+        (
+            "Saved checkpoint to /ckpt/step-1.pt\nLoading config from /home/u/job.yaml\n"
+            "reading /data/shard-7.bin\nOSError: [Errno 28] No space left on device\n",
+            "",
+        ),
+        (
+            "Loading shard from /data/shard-7.bin\nOSError: [Errno 5] Input/output error\n",
+            "path /data/shard-7.bin",
+        ),
+        (
+            "[rank1]: saving checkpoint to /ckpt/1\n[rank0]: OSError: [Errno 122] Disk quota exceeded\n",
+            "rank 0",
+        ),
         (
             "ReadTimeoutError: HTTPSConnectionPool(host='b.s3.amazonaws.com', port=443): Read timed out.\n",
             "store b.s3.amazonaws.com",
