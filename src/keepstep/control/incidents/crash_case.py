@@ -14,7 +14,7 @@ from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, un
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.job_words import cause_of, cause_of_hang
 from keepstep.control.incidents.pair_probes import PairProbes, ask
-from keepstep.core.deaths import DIED, is_vague, testimony
+from keepstep.core.deaths import DIED, is_vague, testimony, was_asked
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, FailureCause, Incident, Recovery
 from keepstep.core.lost_connection import tells_of_a_timeout
@@ -38,6 +38,13 @@ _UNREACHABLE = FailureCause(
     "nodes cannot be reached: their hosts are down, or the network to them is cut",
     "medium",
     "see whether the host answers on another network, such as that of its management",
+)
+_SIGNALLED = FailureCause(
+    "other",
+    "signalled",
+    "ranks were sent a signal to end, from outside",
+    "medium",
+    "see whether the scheduler ended the job: a time limit, a preemption, somebody's cancellation",
 )
 
 
@@ -188,6 +195,8 @@ class CrashCase(Case):
             cause = _UNREACHABLE
         elif not _tells_why(cause):
             cause = cause_of_hang(diagnosis, self._states) or cause
+            if not diagnosis.culprits and any(was_asked(death) for death in self._findings.values()):
+                cause = _SIGNALLED
         if cause is not None and cause.cause_class == "network" and self._pairs is None:
             self._pairs = ask(cluster, self._desk.agents, self._lost, now_s)
             self.probing = self._pairs.number if self._pairs is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from tests.unit.control import control_stand_ins as stand_ins
 from keepstep.control.controller import Controller
 from keepstep.control.effects import Effect, Say, Send, WriteIncident
 from keepstep.control.incidents.crash_case import GATHER_S
+from keepstep.control.incidents.locators import Locators
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Incident, Recovery
@@ -39,7 +41,7 @@ NODES, RANKS = 2, 2
 class Job:
     """The controller's core with two nodes of two ranks; rank 1 never enters the collective."""
 
-    def __init__(self, *, restarts: int = 0) -> None:
+    def __init__(self, *, restarts: int = 0, locators: Locators | None = None) -> None:
         self.now_s = 0.0
         self.written: dict[int, Incident] = {}
         self.said: list[Say] = []
@@ -49,7 +51,7 @@ class Job:
         settings = Settings(
             nodes=NODES, restart_hangs=restarts > 0, max_restarts=restarts, hang_patience_s=5.0
         )
-        self.controller = Controller(settings, locators=stand_ins.PlainLocators())
+        self.controller = Controller(settings, locators=locators or stand_ins.PlainLocators())
         for node in range(NODES):
             self.controller.connected(node, "launcher")
             self.say(node, Hello("launcher", f"gpu-{node}", -1, 100 + node))
@@ -388,3 +390,22 @@ def test_no_pairs_are_probed_after_other_failures() -> None:
     job.wait(GATHER_S + 0.1)
     assert len(job.written) == 1
     assert job.probes == {}
+
+
+def test_ranks_that_were_sent_a_signal_at_once_name_nobody_and_say_so() -> None:
+    job = Job(locators=Locators())
+    for rank in range(NODES * RANKS):
+        job.dies(rank, code=128 + signal.SIGTERM)
+    job.wait(GATHER_S + 12.0)
+    assert job.only.culprits == ()
+    assert job.only.cause is not None
+    assert (job.only.cause.cause_class, job.only.cause.kind) == ("other", "signalled")
+
+
+def test_one_rank_that_was_sent_a_signal_is_named_and_no_scheduler() -> None:
+    job = Job(locators=Locators())
+    job.dies(1, code=128 + signal.SIGTERM)
+    job.dies(0, LOST)
+    job.wait(GATHER_S + 12.0)
+    assert [culprit.rank for culprit in job.only.culprits] == [1]
+    assert job.only.cause is None or job.only.cause.kind != "signalled"
