@@ -40,7 +40,9 @@ _WRITES = re.compile(
 _READS = re.compile(
     r"(?i)\b(?:open|load(?:s|ing)?|read(?:s|ing)?|download(?:ing)?|restor(?:e|ing)|resum(?:e|ing))\b"
 )
-_SAVING = re.compile(r"(?i)\b(?:saving|writing)\b(?: \w+){0,4}?:? ['\"]?((?:\.{1,2}/)?[\w.+=~-]+(?:/[\w.+=~-]+)+)")
+_SAVING = re.compile(
+    r"(?i)\b(?:saving|writing)\b(?: \w+){0,4}?:? ['\"]?((?:\.{1,2}/)?[\w.+=~-]+(?:/[\w.+=~-]+)+)"
+)
 _SAVED = re.compile(r"(?i)\b(?:saved|wrote|written)\b.*?((?:[\w.+=~-]+|/)(?:/[\w.+=~-]+)+)")
 _DONE = re.compile(
     r"(?i)\b(?:saved|wrote|written|uploaded|loaded|downloaded|restored|copied|created|found|using|done)\b"
@@ -145,6 +147,8 @@ def path_beside(lines: Iterable[str], kind: str) -> str:
         if found := _DATA_URL.search(text):
             return found[0].rstrip(".:")
         path = path_in(text) if any(words.search(text) for words in does) else ""
+        if path.strip("/.") in saved:
+            continue
         if path and "://" not in path and not _SYSTEM.match(path) and not _SETTINGS.search(path):
             return path
     return ""
