@@ -63,7 +63,7 @@ def test_what_is_fresh_is_together_all_that_was_told(chunks: list[list[bytes]], 
     fresh += listener.fresh(last=True)
 
     def alone(told: Iterable[Told]) -> list[Told]:
-        return [replace(one, count=1, went_on=0) for one in told]
+        return [replace(one, count=1, went_on=0, recent=1) for one in told]
 
     assert alone(fresh) == alone(listener.words().told)
     assert all(one.count <= last.count for one, last in zip(fresh, listener.words().told, strict=True))

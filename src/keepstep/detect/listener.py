@@ -48,6 +48,10 @@ _ERROR = re.compile(
     r"Failure|Fault|Disconnected|Refused|Denied|Mismatch)(?:\(\w+\))?)(?:: ?(?P<said>.*)|$)"
 )
 _ERROR_BELOW = re.compile(r"(?P<kind>(?:[A-Za-z_]\w*\.){0,8}[A-Za-z_]\w{2,80})(?:: (?P<said>.*)|$)")
+# Without a message, only what is spelled like a type: other words are the rest of a line that was wrapped.
+_TYPE = re.compile(r"(?:\w+\.)*(?:[A-Z]\w*|timeout|error|[a-z]*error)(?:: |$)")
+# Tries are told at level INFO; the last one tells that all were in vain.
+_TRIED = re.compile(r"\bretrying \((\d{1,4})/(\d{1,4})\)")
 _PASSED_ON = re.compile(r"Caught \w+ in |(?:[\w.]*\.)?(?:RayTaskError|ProcessRaisedException)\b|.*ray::")
 # Code that a traceback shows, and frames of C++, may hold any words.
 _FRAME = re.compile(
@@ -318,7 +322,9 @@ class Listener:
             )
             return True
         if said.level == "info" and said.boot_s is None:
-            return False
+            tried = _TRIED.search(text)
+            if tried is None or tried[1] != tried[2]:
+                return tried is not None
         if _FRAME.match(text) or (state.in_traceback and said.indent > 2):
             return False
         row, places = self._row(said, candidates, state)
@@ -342,7 +348,7 @@ class Listener:
         error = _ERROR.match(text) if not state.in_traceback else _ERROR_BELOW.match(text)
         if said.indent and (not state.in_traceback or said.indent > 2):
             error = None
-        if error and error["kind"].endswith("Warning"):
+        if error and (error["kind"].endswith("Warning") or (": " not in text and not _TYPE.match(text))):
             error = None
         if found := self._matcher.match(text, candidates):
             row, places = found

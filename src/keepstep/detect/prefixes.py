@@ -17,6 +17,12 @@ _DATE = r"(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)"
 _CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<part>\d{1,9}))?"
 _NAMED_DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) (?P<named>[A-Z][a-z]{2}) {1,2}(?P<day>\d{1,2})"
 _DIGIT, _UPPER, _LOWER, _SPACE = "0", "A", "a", " "
+# Words with a number that stand where a host may: libraries, steps, formats, source files.
+_NO_HOST = (
+    r"(?!(?i:c10d|h5py|s3fs?|utf-?8|sha\d+|md5|py\d|[bt]?fp?\d+|u?int\d+|mlx5_\d+|gpu\d|v\d+|"
+    r"(?:rank|cuda|npu|step|iter|iteration|epoch|batch|stage|zero|layer|expert|[tpdec]p|phase|fold|trial|seed|shard)"
+    r"[_-]?\d+|[\w.-]{1,60}\.(?:py|cc|cpp|cu|go|rs|h))[\]:])"
+)
 _PREFIXES: tuple[tuple[str, str], ...] = (
     # What a prefix begins with, and its form. Dates: ISO, CloudWatch, kubectl, Python's logging; within the brackets a
     # word may stand after the time.
@@ -33,26 +39,28 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("[", r"\[ *\+\d{1,9}\.\d{3,9}\] ?"),  # dmesg -d
     (_LOWER, r"(?:stdout|stderr) [FP] "),
     # launchers
-    ("[", r"\[rank:? ?(?P<rank>\d{1,7})\]:? ?"),
+    ("[", r"\[(?:rank|RANK):? ?(?P<rank>\d{1,7})\]:? ?"),
     ("[", r"\[(?:default|trainer|worker)_?(?P<local>\d{1,7})\]: ?"),
     ("[", r"\[(?:1,)?(?P<rank>\d{1,7})\]<std(?:out|err)>:? ?"),  # MPI, Horovod
     ("[", r"\[(?P<rank>\d{1,7})\](?=[\w.-]{1,64}:\d+:\d+ \[\d+\] )"),
     (_LOWER, r"rank(?P<rank>\d{1,7})\[\d+\](?:\[[\w -]{1,40}\])?: ?"),  # Composer
+    ("aA", r"(?P<writer>[A-Za-z][\w.-]{0,120}) \[(?:stderr|stdout)\](?: |$)"),  # milabench
     ("[", r"\[pod/(?P<node>[\w.-]{1,253})/[\w.-]{1,63}\] ?"),  # kubectl logs --prefix
     ("(", r"\((?:[^()]{0,80}\W)?rank=(?P<rank>\d{1,7})\b[^()]{0,80}\) ?"),
     ("(", r"\((?P<writer>[\w.:<>-]{1,80} pid=\d+)(?:, ip=(?P<node>[\w.:-]+))?\) ?"),
     ("0 ", r" {0,4}(?P<rank>\d{1,7}): (?=\S)"),  # srun -l
-    ("[", r"\[(?P<node>(?=[\w.-]{0,63}\d)[A-Za-z][\w.-]{1,63})\]:? (?=\S)"),
+    ("[", rf"\[{_NO_HOST}(?P<node>(?=[\w.-]{{0,63}}\d)[A-Za-z][\w.-]{{1,63}})\]:? (?=\S)"),
     # A local rank, or Open MPI's number of a process, which is longer.
     (
         "[",
-        r"\[(?P<node>(?=[\w.-]{0,63}\d)[A-Za-z][\w.-]{1,63}):(?:(?P<local>\d{1,2})|\d{3,10}(?::\d+)?)\]:? ?",
+        rf"\[{_NO_HOST}(?P<node>(?=[\w.-]{{0,63}}\d)[A-Za-z][\w.-]{{1,63}}):"
+        r"(?:(?P<local>\d{1,2})|\d{3,10}(?::\d+)?)\]:? ?",
     ),
     ("[", r"\[(?P<node>[A-Za-z][\w.-]{0,63})\]\[\[\d+,\d+\],(?P<rank>\d{1,7})\](?:\[[^\]]{1,120}\])? ?"),
     # pdsh, DeepSpeed; not the devices of which a kernel tells
     (
         _LOWER,
-        r"(?!(?:nvidia-nvswitch|eth|en[ops]|ib[sp]?|bond|nvme|md|mlx|efa)\d)"
+        rf"(?!(?:nvidia-nvswitch|eth|en[ops]|ib[sp]?|bond|nvme|md|mlx|efa)\d){_NO_HOST}"
         r"(?P<node>(?=[a-z0-9.-]{0,63}[0-9])[a-z][a-z0-9.-]{1,63}): (?=\S)",
     ),
     (_DIGIT, r"(?P<node>(?:\d{1,3}\.){3}\d{1,3}): (?=\S)"),  # pdsh where nodes are known by addresses

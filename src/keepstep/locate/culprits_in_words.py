@@ -40,6 +40,10 @@ _WRITES = re.compile(
 _READS = re.compile(
     r"(?i)\b(?:open|load(?:s|ing)?|read(?:s|ing)?|download(?:ing)?|restor(?:e|ing)|resum(?:e|ing))\b"
 )
+_SAVING = re.compile(
+    r"(?i)\b(?:saving|writing)\b(?: \w+){0,4}?:? ['\"]?((?:\.{1,2}/)?[\w.+=~-]+(?:/[\w.+=~-]+)+)"
+)
+_SAVED = re.compile(r"(?i)\b(?:saved|wrote|written)\b.*?((?:[\w.+=~-]+|/)(?:/[\w.+=~-]+)+)")
 _DONE = re.compile(
     r"(?i)\b(?:saved|wrote|written|uploaded|loaded|downloaded|restored|copied|created|found|using|done)\b"
 )
@@ -56,6 +60,7 @@ _ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3
 # Messages name the source file that they come from; it is no path of the job's.
 _SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
 _RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[\"' :=#]{1,4}(\d{1,6})\b")
+_MAPPED = re.compile(r"(?i)^\[?::ffff:((?:\d{1,3}\.){3}\d{1,3})\]?$")
 _ITSELF = re.compile(r"\[?(?:127\.\d|localhost$|localhost\.|::1\]?$|0\.0\.0\.0$|::\]?$|0:0:0:0:0:0:0:[01]$)")
 
 
@@ -129,12 +134,21 @@ def path_beside(lines: Iterable[str], kind: str) -> str:
         kind: of the error: one of writing is not about what was read.
     """
     does = [_WRITES] * (kind not in _OF_READS) + [_READS] * (kind not in _OF_WRITES)
+    saved: set[str] = set()
     for text in lines:
+        if found := _SAVED.search(text):
+            saved.add(found[1].strip("/."))
         if _CODE.search(text) or _DONE.search(text):
+            continue
+        if kind in _OF_WRITES and (found := _SAVING.search(text)):
+            if (path := found[1].rstrip(".")).strip("/.") not in saved:
+                return path
             continue
         if found := _DATA_URL.search(text):
             return found[0].rstrip(".:")
         path = path_in(text) if any(words.search(text) for words in does) else ""
+        if path.strip("/.") in saved:
+            continue
         if path and "://" not in path and not _SYSTEM.match(path) and not _SETTINGS.search(path):
             return path
     return ""
@@ -188,6 +202,8 @@ def _link(case: _Case) -> Blamed | None:
             return None
         links = {(nodes.pop() if nodes else case.here, peers.pop())}
     links = {(node, peer) for node, peer in links if not _ITSELF.match(peer)}
+    if any(not peer.isdecimal() for _, peer in links):  # a name of digits only is told as an address, too
+        links = {(node, peer) for node, peer in links if not peer.isdecimal()}
     if len(links) >= _LINKS_OF_ONE:
         nodes, peers = ({link[end] for link in links} for end in (0, 1))
         if len(peers) == 1:
@@ -200,7 +216,8 @@ def _link(case: _Case) -> Blamed | None:
 def _peer(one: Told) -> str:
     """The other end that a text names, at a place of its row or as the only address that it speaks of."""
     addresses = set(_ADDRESS.findall(one.text))
-    return one.places.get("peer", "") or (addresses.pop() if len(addresses) == 1 else "")
+    peer = one.places.get("peer", "") or (addresses.pop() if len(addresses) == 1 else "")
+    return _MAPPED.sub(r"\1", peer)
 
 
 def _path(case: _Case) -> Blamed | None:
@@ -278,7 +295,11 @@ def _ranks_in_text(case: _Case) -> Blamed | None:
     """All the ranks that the text names."""
     if "rank" not in case.root.places:
         return None
-    ranks = {rank for one in case.alike() for rank in _ranks_of(one)}
+    told = {frozenset(_ranks_of(one)) for one in case.alike()}
+    ranks = frozenset[int]().union(*told)
+    if case.row.kind == "desync" and len(told) > 1:
+        # Of pairs that differ the one who is in all of them is odd.
+        ranks = frozenset[int].intersection(*told)
     node = case.root.places.get("node", "") if len(ranks) == 1 else ""
     return case.named(*(Named(rank, node=node) for rank in sorted(ranks)))
 

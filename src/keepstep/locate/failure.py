@@ -21,6 +21,8 @@ _GPU_FAULTY = "gpu-faulty"
 _PROGRAMS_FAULTS = frozenset({"gpu-memory-fault", "illegal-instruction", "illegal-access"})
 # Errors that programs handle as a matter of course: what is raised while one is handled has told the cause.
 _HANDLED = frozenset({"handled"})
+# Echoes that only tell that processes ended.
+_ENDS = frozenset({"exit-any", "torch-child-failed"})
 
 HEALTHY = Failure("", "", "nothing failed")
 
@@ -127,7 +129,10 @@ def _root(told: Sequence[Told]) -> Told | None:
     warned = [one for one in told if one.row.role == "suspect"]
     if warned:
         return warned[0]
-    return next((one for one in told if one.row.role == "outcome"), None)
+    # A mere code tells of no cause where others tell of consequences: it may be one, too.
+    followed = any(one.row.role in ("echo", "timeout") and one.row.name not in _ENDS for one in told)
+    ended = (one for one in told if one.row.role == "outcome")
+    return next((one for one in ended if one.row.kind != "exit-code" or not followed), None)
 
 
 def _what_it_wraps(cause: Told, told: Sequence[Told]) -> Told:

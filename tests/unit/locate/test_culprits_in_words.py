@@ -44,6 +44,16 @@ The actor is dead because its node has died. Node Id: 67
 """
 
 
+CLIENT = "[E socket.cpp:7] [c10d] The client socket has {}).\n"
+TRIED = "c-1:8:9 [0] NCCL INFO socketPollConnect: connect returned No route to host, retrying ({}/20) after 9 msec\n"
+DIFFERS = (
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: "
+    "CollectiveFingerPrint(SequenceNumber={}, OpType=ALLREDUCE), but Rank {} is running collective: "
+    "CollectiveFingerPrint(SequenceNumber={}, OpType=GATHER).\n"
+)
+WRITER = (
+    "RuntimeError: [enforce fail at inline_container.cc:4] . PytorchStreamWriter failed writing file data/3\n"
+)
 OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
 
 
@@ -133,6 +143,46 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "peer c-48",
         ),
         ("NET/IB : Got completion from peer with error 12, opcode 0, len 5384, vendor err 129 (Send)\n", ""),
+        # a library's name is no host; an address in brackets, a name that is taken for an address
+        (CLIENT.format("failed to connect to [::ffff:10.1.2.3]:500 (errno: 111"), "peer 10.1.2.3"),
+        (
+            CLIENT.format("failed to connect to 10.1.2.3:500 (errno: 110")
+            + CLIENT.format("failed to connect to any network address of (6841, 500"),
+            "peer 10.1.2.3",
+        ),
+        (CLIENT.format("failed to connect to any network address of (head-0, 500"), "peer head-0"),
+        (CLIENT.format("timed out after 60s while trying to connect to (head-0, 500"), "peer head-0"),
+        # NCCL tells tries at level INFO; after the last one none is left
+        ("".join(TRIED.format(n) for n in range(1, 21)), "node c-1"),
+        ("".join(TRIED.format(n) for n in range(1, 20)), ""),
+        (TRIED.replace("returned", "to 10.1.2.3<40> returned").format(20), "link c-1 - 10.1.2.3"),
+        # AMD's driver; the other GPU dumps its registers
+        (
+            "[13.5] amdgpu 0000:0b:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!\n"
+            "[13.6] amdgpu 0000:0c:00.0: {1}[Hardware Error]: aca entry[00].ADDR=0x0000000000000000\n",
+            "GPU 0000:0b:00.0",
+        ),
+        ("[13.5] amdgpu 0000:0b:00.0: amdgpu: RAS poison consumption, unmap queue\n", "GPU 0000:0b:00.0"),
+        # two ranks at different collectives, and the one that differs from all
+        (DIFFERS.format(4, 7, 5, 3), "rank 4; rank 5"),
+        (DIFFERS.format(4, 7, 5, 7), ""),
+        (DIFFERS.format(0, 7, 2, 3) + DIFFERS.format(1, 7, 2, 3) + DIFFERS.format(2, 3, 0, 7), "rank 2"),
+        (DIFFERS.format(0, 7, 1, 3) + DIFFERS.format(2, 7, 3, 3), ""),
+        # a launcher that tells who ended first, where others say nothing of it
+        (
+            "ERROR:composer.cli.launcher:Rank 1 crashed with exit code 1.\n"
+            "Global rank 0 (PID 7) exited with code -15\n",
+            "rank 1",
+        ),
+        ("Rank 1 crashed with exit code 1.\n" + STALL.format("a", "3"), "rank 3"),
+        (
+            "[rank: 2] Child process with PID 77 terminated with code 1. Forcefully terminating all\n",
+            "rank 2",
+        ),
+        (
+            "torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with exit code 5\n",
+            "process 3",
+        ),
         # a GPU by its number, where nothing tells its address
         (
             "[ 24.3] NVRM: GPU6 _kgspIsHeartbeatTimedOut: Heartbeat timed out, diff 6070 timeout 5200\n",
@@ -220,6 +270,16 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             '  File "/usr/lib/python3.10/dist-packages/fsspec/local.py", line 382, in write\n'
             "OSError: [Errno 107] Transport endpoint is not connected\n",
             "path /content/drive/a/last.ckpt",
+        ),
+        (
+            "[Torch] Saving ./out/a.pt...\n[Torch] Saved ./out/a.pt.\n[Torch] Saving ./out/b.pt...\n"
+            + WRITER,
+            "path ./out/b.pt",
+        ),
+        ("[Torch] Saving /out/run/a.pt...\n[Torch] Saved /out/run/a.pt.\n" + WRITER, ""),
+        (
+            "OSError: Unable to open file (unable to open file: name = '/data/e/part_3.h5', errno = 2, x)\n",
+            "path /data/e/part_3.h5",
         ),
         (
             "Saved checkpoint to /ckpt/step-1.pt\nLoading config from /home/u/job.yaml\n"

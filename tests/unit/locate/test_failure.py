@@ -208,6 +208,15 @@ def test_how_a_process_ended_is_told_where_nothing_better_is() -> None:
     assert named(why("[1]:\n  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 9)\n")) == ("rank 5",)
 
 
+def test_a_wrapped_word_is_no_error() -> None:
+    found = why(
+        'Traceback (most recent call last):\n  File "/a/b.py", line 3, in \nload_weights\n    x = open(y)\n'
+        "FileNotFoundError: No such file or directory: \n/data/a.safetensors\n"
+    )
+    assert found.root is not None
+    assert found.root.line == "FileNotFoundError: No such file or directory:"
+
+
 @pytest.mark.parametrize(("cause_class", "kind", "lines"), KNOWN)
 def test_known_failures(cause_class: str, kind: str, lines: str) -> None:
     found = why(lines.replace("\\n", "\n") + "\n")
