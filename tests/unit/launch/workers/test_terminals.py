@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,16 +142,14 @@ def test_another_keeper_goes_on_where_one_was_killed(screen: Screen, tmp_path: P
     before = os.dup(2)
     os.dup2(screen.slave, 2)
     try:
-        first = fork_keeper()
-        first_pid = newest_child()
+        first, first_pid = new_keeper()
         told.send(first, memory, reader, terminal)
         os.write(writer, b"one\n")
         screen.until(lambda: screen.seen == b"one\r\n")
         os.kill(first_pid, signal.SIGKILL)
         os.waitpid(first_pid, 0)
         os.write(writer, b"two\n")
-        second = fork_keeper()
-        second_pid = newest_child()
+        second, second_pid = new_keeper()
         told.send(second, memory, reader, terminal)
     finally:
         os.dup2(before, 2)
@@ -166,8 +165,16 @@ def test_another_keeper_goes_on_where_one_was_killed(screen: Screen, tmp_path: P
         os.close(descriptor)
 
 
-def newest_child() -> int:
-    return max(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+def new_keeper() -> tuple[socket.socket, int]:
+    """A keeper's socket and process id."""
+    before = children()
+    keeper = fork_keeper()
+    (pid,) = children() - before
+    return keeper, pid
+
+
+def children() -> set[int]:
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def test_kept_words_of_a_terminal_are_over_when_it_is(screen: Screen, tmp_path: Path) -> None:
