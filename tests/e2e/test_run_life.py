@@ -441,7 +441,7 @@ def test_a_keeper_of_words_that_is_killed_is_replaced_and_nothing_is_lost(run: R
     worker = int(run.said("ready0"))
     run.said("ready")
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    _guard, keeper, *_ = sorted(int(pid) for pid in listed if int(pid) != worker)
+    _guard, keeper, *_ = (int(pid) for pid in listed if int(pid) != worker)  # in the order of their births
     os.kill(keeper, signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0

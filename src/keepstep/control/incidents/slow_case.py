@@ -21,6 +21,7 @@ from keepstep.control.incidents.case import (
 from keepstep.control.incidents.early_slowness import FIRST_STEPS, known_stages, only_sure, slow_since
 from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
+    IN_FORCE,
     LARGE_WORLD,
     LateCauses,
     is_block,
@@ -31,6 +32,7 @@ from keepstep.control.incidents.slow_evidence import (
     newest_pace_s,
     ratios_of,
     suspects_of,
+    untreated_until,
     with_measured,
 )
 from keepstep.core.evidence import Evidence
@@ -62,7 +64,6 @@ _QUIET_STEPS = 10  # steps at the old pace that prove relief when no finding say
 _MOST_ONSETS = 4096
 _MOST_BLOCKS = 500_000
 _TELL_COST_S = 60.0  # how often the incident is published with what it has cost so far
-_IN_FORCE = "S2,"  # how the name of an action begins that may still be in force after a restart
 
 
 class SlowCase(Case):
@@ -72,7 +73,7 @@ class SlowCase(Case):
         """``early``: it began with the first steps, so that peers are the measure."""
         self._desk, self.incident, self.early = desk, incident, early
         # While a remedy is in force, the pace says nothing of the cause.
-        self.treated = any(one.name.startswith(_IN_FORCE) for one in incident.actions) if incident else False
+        self.treated = any(one.name.startswith(IN_FORCE) for one in incident.actions) if incident else False
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
         self.stages: Mapping[int, int] = {}  # pipeline stages by rank, once an early case has seen them
@@ -90,8 +91,7 @@ class SlowCase(Case):
         self._cleared = False  # blocks have shown that the delays of all culprits cost nothing
         self._settled = incident is not None  # asking again would tell nothing more
         self._causes = LateCauses(desk.cluster)
-        self._asked_s = 0.0
-        self._asked_step = -1
+        self._asked_s, self._asked_step = 0.0, -1
         self._checks_relief = False  # the open question asks whether the old pace is back
         self._checked_step = -1
         self._detected_step = -1
@@ -213,8 +213,8 @@ class SlowCase(Case):
         # Where a rank has no earlier steps than those before the onset, all keep these.
         if len(steps) >= _LEAST_BEFORE and len(ranks) == len(distinct(column(before, "rank"))):
             before = surely
-        # Steps after another incident's onset are slow for another cause, too.
-        until = self._desk.register.next_change(onset + NEAR_STEPS)
+        # Steps after another incident's onset are slow for another cause, too, and a remedy gives others more work.
+        until = min(self._desk.register.next_change(onset + NEAR_STEPS), untreated_until(self.incident))
         after = between(rows, onset, until)
         if self.incident is not None and len(after) and not len(before):
             self._settled = True  # the healthy time is forgotten by now: peers would be a worse measure

@@ -17,6 +17,7 @@ from keepstep.validate.suspects import suspicious_groups
 
 _CAUSES_S = 2.0  # how often the causes that agents tell are looked at
 _PACE_NODES = 64  # nodes whose heartbeats tell the pace of the job
+IN_FORCE = "S2,"  # how the name of an action begins that may still be in force after a restart
 LARGE_WORLD = 4096  # in jobs with more ranks, less is asked for and looked at
 
 
@@ -100,6 +101,13 @@ def with_measured(
         evidence=(*proof, *incident.evidence),
         missing=(*(() if culprits else incident.missing), *outcome.missing[:4]),
     )
+
+
+def untreated_until(incident: Incident | None) -> int:
+    """The first step that may have been made with a remedy of this incident in force; beyond all steps without one."""
+    actions = incident.actions if incident is not None else ()
+    steps = [one.step for one in actions if one.name.startswith(IN_FORCE) and one.step is not None]
+    return min(steps) + 1 if steps else 1 << 62
 
 
 def lost_s(incident: Incident, until_step: int, treated_steps: int, treated_lost_s: float) -> float | None:
