@@ -40,6 +40,7 @@ for step in range(1000):
 """
 
 
+@pytest.mark.quiet
 def test_a_pause_is_no_hang_and_a_hang_is_told_in_seconds(tmp_path: Path) -> None:
     job, run = tmp_path / "job.py", tmp_path / "run"
     job.write_text(JOB)
