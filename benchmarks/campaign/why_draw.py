@@ -9,7 +9,7 @@ from benchmarks.campaign.chances import drawn, kind_of
 
 LIVE, VAIN = "why-live", "why-vain"
 HOSTS = ("node-a", "node-b")
-ANY_NODE = "*"  # of a job on one host, whatever that is called
+ANY_NODE = "*"  # Stands for the only host of a job, whatever it is called.
 
 
 @dataclass(frozen=True)

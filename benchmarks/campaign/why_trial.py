@@ -32,8 +32,8 @@ from benchmarks.campaign.why_processes import MARK, RankProcesses, promptly
 from benchmarks.campaign.why_scripts import METRICS, NAME, script
 
 _CLOCKS_S = (0, 5 * 3600)
-_AFTER_VERDICT_S = 4.0  # in which a verdict on a job that does not end by itself may be sharpened
-_IN_VAIN_S = 25.0  # after which it is asked to end again
+_AFTER_VERDICT_S = 4.0  # A verdict may be sharpened so long where the job does not end by itself.
+_IN_VAIN_S = 25.0  # A job that did not end is asked again after so long.
 _LOOK_S = 0.02
 
 

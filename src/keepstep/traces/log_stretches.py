@@ -22,9 +22,9 @@ BEFORE, AFTER = 6, 6
 """So many lines before and after one that tells something are shown."""
 MOST_LINES = 60
 """So many lines of one stretch are shown: of a longer traceback those nearest its end."""
-_END_LINES = 10  # of a log that tells of nothing
-_MOST_BYTES = (256 << 10) + (2 << 20)  # of one file
-_MOST_OF_ALL_RUNS_BYTES = 256 << 10  # of a file that has the words of all incarnations
+_END_LINES = 10  # How many last lines of a log are shown that tells of nothing.
+_MOST_BYTES = (256 << 10) + (2 << 20)  # How much of one file is read.
+_MOST_OF_ALL_RUNS_BYTES = 256 << 10  # How much is read of a file that has the words of all incarnations.
 _LINE_BYTES = 2000
 _TELLING = ("cause", "suspect", "exception", "outcome")
 # The words of an incarnation, as the launcher keeps them, and files of --redirects, to which each one appends.

@@ -16,7 +16,7 @@ from keepstep.validate.judge_nodes import Stands
 from keepstep.validate.plan import Pairs, ring_passes
 
 MOST_ROUNDS, MOST_LOOKS = 4, 4  # first rounds, and rounds of second looks
-_SLOW_SHARE = 0.5  # of the nodes' median: below it a node's best link is told as slow
+_SLOW_SHARE = 0.5  # A node's best link is told as slow below this share of the nodes' median.
 _UNFIT_SHARE = 0.2  # below it the node is unfit; links between racks are not as much slower than inside one
 _LEAST_NODES = 3
 

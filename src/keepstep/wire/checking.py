@@ -10,7 +10,7 @@ from keepstep.core.node_row import NodeRow
 from keepstep.core.validation import LinkFigure, RankTests, TransferEndpoint
 from keepstep.wire.messages import Count, Host, Label, Line, Message, Refused
 
-MOST_LINES = 64  # that a conclusion holds
+MOST_LINES = 64  # A conclusion holds at most so many lines.
 
 
 class Arrived(Message, frozen=True):

@@ -6,6 +6,7 @@ tell of others are the end of the hang that was open, and belong to its incident
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ _SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become k
 _MOST_FINDINGS = 1024
 _MOST_STATES = 65_536
 _MOST_WORDS = 120  # characters of a rank's last words in an event
+logger = logging.getLogger("keepstep.control")
+
 _UNREACHABLE = FailureCause(
     "network",
     "unreachable",
@@ -328,6 +331,9 @@ class CrashCase(Case):
             deaths = [(one, self._heard_unix_s[rank]) for rank, one in self._findings.items()]
             return self._desk.words.failure(deaths, range(self._desk.cluster.known_ranks))
         except Exception:
+            logger.exception(
+                "what ranks and kernels said cannot be explained: the verdict is by deaths alone"
+            )
             return Failure("", "", "")
 
     def _locate(self, now_s: float, failure: Failure | None) -> Diagnosis:

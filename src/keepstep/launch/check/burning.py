@@ -13,7 +13,7 @@ from contextlib import suppress
 from keepstep.core.node_row import Burnt
 from keepstep.launch.command.job import gpu_count, interpreter
 
-_MARGIN_S = 120.0  # beyond the burn-in, for torch to be imported and the device to be opened
+_MARGIN_S = 120.0  # Importing torch and opening the device may take so long beside the burn-in.
 _MOST_BYTES = 1 << 16  # most that is read of a program's answer
 _FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _MODULE = "keepstep.validate.burn_in"

@@ -34,9 +34,9 @@ from keepstep.launch.command.run_folder import ensure_secret
 from keepstep.validate.link_tests import MESSAGE_BYTES, Receiver, send
 from keepstep.wire.checking import Arrived, Concluded, PairsTested, PairTests, Reported
 
-_MARGIN_S = 30.0  # beyond the burn-in and the paths, for a node to report
+_MARGIN_S = 30.0  # A node has so long to report, beyond its burn-in and its paths.
 _AGAIN_S = 0.5  # between two looks for the secret
-_CONCLUDED_S = 600.0  # beyond all that, for very many nodes
+_CONCLUDED_S = 600.0  # Very many nodes have so long beyond all that.
 _TRIES = 8  # to reach a host that has been met; they take a quarter of a minute
 _MOST_TEXT = 200
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from keepstep.core.lost_connection import tells_of_another
 
 _MOST_CHARACTERS = 500
-_MOST_LINES = 20  # of an error and what follows it
+_MOST_LINES = 20  # Longest text of an error with what follows it, in lines.
 _CHAINED = re.compile(
     r"^(?:The above exception was the direct cause of the following exception|"
     r"During handling of the above exception, another exception occurred):$",

@@ -28,9 +28,9 @@ BACKLOG_BYTES = 16 << 20
 """So many bytes wait for a console that takes none; older ones are not shown."""
 _MOST_BACKLOG_BYTES = 256 << 20  # likewise for one that takes them, but more slowly than the worker writes
 _READ_BYTES = 1 << 18
-_AT_ONCE_BYTES = 1 << 22  # of one stream, before it is the next one's turn
+_AT_ONCE_BYTES = 1 << 22  # So much of one stream is read before it is the next one's turn.
 _PAGE_BYTES = 4096
-_SAFE_BYTES = 256  # so many bytes a terminal takes at once when it is ready
+_SAFE_BYTES = 256  # A terminal that is ready takes so many bytes at once.
 _REFUSED_S = 0.03
 _SHORTLY_S = 0.001  # a terminal that is ready may refuse a newline, which needs room for two
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF, errno.EIO)

@@ -31,7 +31,7 @@ _FOLDERS = 32
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SAMPLES = 16  # places of a file at which it is tried whether the page cache has them
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
-_QUICK_BYTES, _QUICK_S = 4 << 20, 0.25  # before the start of a job
+_QUICK_BYTES, _QUICK_S = 4 << 20, 0.25  # The limits of a quick look, as before a job's start.
 
 
 class PathTrouble(Exception):
