@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 TRAIN = Path(__file__).with_name("standby_train.py")
 IN_PLACE = str(Path(__file__).with_name("in_place_train.py"))
-STEPS = 300  # More than are made, at 0.1 s each, before all is seen and the job is told to hurry.
+STEPS = 1000  # More than are made, at 0.1 s each, before all is seen and the job is told to hurry.
 PATIENCE_S = 300
 NODES = 3
 
@@ -38,11 +38,16 @@ def ctl(host: beds.Host, run: Path, *words: str) -> str:
 
 
 def running_nodes(run: Path, incarnation: int) -> list[str]:
-    """Wait until an incarnation runs; its nodes by node rank, read in the same look."""
+    """Wait until that incarnation runs, or a later one; its nodes by node rank, read in the same look.
+
+    It is a later one where Gloo lost a connection while it formed its groups, which costs a restart.
+    """
 
     def status() -> dict[str, Any] | None:
         found = read(run / "status.json")
-        return found if (found.get("incarnation"), found.get("state")) == (incarnation, "running") else None
+        state = found.get("state")
+        assert state not in ("done", "failed"), f"the job ended before it was seen to run: {found}"
+        return found if state == "running" and found["incarnation"] >= incarnation else None
 
     return [node["node"] for node in until(status)["nodes"]]
 
@@ -72,7 +77,7 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
     with beds.four_hosts((0, 5 * HOURS, 11 * HOURS)[:NODES]) as bed:
         hosts = list(bed.hosts.values())
         running = {
-            host.name: start(host, number, tmp_path, "--max-restarts", "1")
+            host.name: start(host, number, tmp_path, "--max-restarts", "2")
             for number, host in enumerate(hosts)
         }
         log = tmp_path / "losses-1"
