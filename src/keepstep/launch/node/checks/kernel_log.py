@@ -82,6 +82,7 @@ def look(subject: Subject) -> Iterator[Found]:
         f"{newest.line[:_MOST_QUOTED]}{more}; {newest.meaning and newest.meaning + '; '}"
         f"{'drain the node and have it looked at' if broken else 'the node stays in use'}",
         unfit=broken and not subject.fresh,
+        broken=broken and not subject.fresh,
     )
 
 
