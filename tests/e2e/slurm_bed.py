@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.core.own_address import ANYWHERE, address_towards
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 PATIENCE_S = 60.0
 _SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -91,7 +93,7 @@ class SlurmBed:
             capture_output=True,
             text=True,
             check=False,
-            timeout=PATIENCE_S * 5,
+            timeout=PATIENCE_S,
             cwd=self.folder,
         )
 
@@ -104,10 +106,10 @@ class SlurmBed:
 
     def daemon(self, name: str, *command: str) -> None:
         """Start a daemon of Slurm's."""
-        log = (self.folder / f"{name}.out").open("ab")
-        self.daemons[name] = subprocess.Popen(
-            self.inside(*command), env=self.environ, stdout=log, stderr=log, start_new_session=True
-        )
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                self.inside(*command), env=self.environ, stdout=log, stderr=log, start_new_session=True
+            )
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
@@ -189,7 +191,8 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
     )
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     hosts = Path("/etc/hosts").read_text()
-    (folder / "hosts").write_text(hosts + f"\n127.0.0.1 {' '.join(nodes)}\n")
+    # Under a loopback address a host's own name would stand for the one from which packets leave the machine.
+    (folder / "hosts").write_text(hosts + f"\n{address_towards(ANYWHERE)} {' '.join(nodes)}\n")
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)

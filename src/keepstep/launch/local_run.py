@@ -19,7 +19,6 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
 from keepstep.launch.workers.processes import Processes
-from keepstep.report.ended_run import newest_verdict
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 
@@ -88,6 +87,8 @@ class LocalRun:
 
     def ended(self, exit_code: int, reason: str, category: Category, kind: TemporaryKind = "") -> None:
         """Write ``end.json``: how the run ended. ``kind``: where it ended with `TEMPORARY_FAILURE`."""
+        from keepstep.report.ended_run import newest_verdict  # here, because it loads msgspec
+
         cause = {"cause": {"class": CLASSES[kind], "kind": kind}} if kind else {}
         number, nodes = newest_verdict(self.folder) if exit_code else ("", [])
         ended = {

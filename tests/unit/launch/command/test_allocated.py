@@ -15,9 +15,8 @@ STEP = {
     "SLURM_STEP_NODELIST": "n[0-4]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x5)",
     "SLURMD_NODENAME": "n2",
-    "KEEPSTEP_CONFIG": "/dev/null",
 }
-POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KEEPSTEP_CONFIG": "/dev/null"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 
 
 def job(*argv: str, **environ: str) -> Job:
