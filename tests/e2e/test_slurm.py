@@ -44,6 +44,13 @@ def exit_code(bed: SlurmBed, job: str) -> str:
     return next(word.partition("=")[2] for word in shown.split() if word.startswith("ExitCode="))
 
 
+def reasons(bed: SlurmBed) -> dict[str, str]:
+    """Why nodes were drained, by node."""
+    lines = bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout.splitlines()
+    found = dict(line.split("|", 1) for line in lines)
+    return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
+
+
 def submitted(bed: SlurmBed, *words: str) -> str:
     done = bed.run(*keepstep("slurm", *words))
     assert done.returncode == 0, done.stderr
@@ -66,19 +73,35 @@ def test_srun_alone_needs_no_flags_and_ranks_follow_slurms_order(bed: SlurmBed) 
     assert (described["nodes"], described["world_size"]) == (4, 4)
 
 
-def test_a_killed_launcher_is_replaced_by_a_spare_and_the_job_ends_with_0(bed: SlurmBed) -> None:
-    job = submitted(
-        bed, "--nodes=4", "--", "--nnodes", "3", "--max-restarts", "2", TRAIN, str(bed.folder), "300"
-    )
+def test_a_killed_launcher_is_replaced_by_a_spare_and_its_node_is_not_drained(bed: SlurmBed) -> None:
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
     until(lambda: len(places(bed.folder)) == 3, "all ranks train")
     bed.kill_launcher("n1")
     until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
     (bed.folder / "hurry").touch()
     until(lambda: ended(bed, job), "the job has ended")
-    assert end(bed.folder / "runs" / job)["exit_code"] == 0
+    told = end(bed.folder / "runs" / job)
+    assert (told["exit_code"], told["category"], told["nodes"]) == (0, "finished", [])
     assert exit_code(bed, job) == "0:0"
+    assert reasons(bed) == {}, "the node answers: its launcher died, and it did not"
 
 
+def test_a_node_that_is_lost_is_drained_and_its_spare_goes_on(bed: SlurmBed) -> None:
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.lose_node("n1")
+    until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
+    until(lambda: "n1" in reasons(bed), "it is drained")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed) == {"n1": f"[node_problem] keepstep run={job} incident=0001 node lost"}
+    assert "Comment=[node_problem] keepstep" in bed.run("scontrol", "show", "job", job).stdout
+
+
+@pytest.mark.long
 def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(bed: SlurmBed) -> None:
     job = submitted(bed, "--nodes=2", "--requeue", "--", TRAIN, str(bed.folder), "5", "--exit=7")
     until(lambda: ended(bed, job), "the job has ended")
@@ -87,19 +110,26 @@ def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(
     assert "Restarts=0" in bed.run("scontrol", "show", "job", job).stdout
 
 
-def test_a_node_that_is_lost_without_a_spare_ends_the_job_with_75_and_it_is_requeued(bed: SlurmBed) -> None:
-    conf = ("--rdzv-conf", "join_timeout=5")
-    job = submitted(
-        bed, "--nodes=3", "--requeue", "--", "--max-restarts", "2", *conf, TRAIN, str(bed.folder), "300"
-    )
+def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed: SlurmBed) -> None:
+    flags = ("--max-restarts", "2", "--rdzv-conf", "join_timeout=5")
+    job = submitted(bed, "--requeue", "--nodes=3", "--", *flags, TRAIN, str(bed.folder), "300")
     until(lambda: len(places(bed.folder)) == 3, "all ranks train")
-    lost = places(bed.folder)[2]
+    lost, run = places(bed.folder)[2], bed.folder / "runs" / job
     bed.lose_node(lost)
-    until(lambda: (bed.folder / "runs" / job / "end.json").exists(), "the job has ended")
-    told = end(bed.folder / "runs" / job)
+    until(lambda: (run / "end.json").exists() or (run / "previous").exists(), "the job has ended")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job) and (run / "previous").exists(), "the job has ended again")
+    told = end(run / "previous" / "1")
     assert (told["exit_code"], told["category"], told["nodes"]) == (75, "infrastructure", [lost])
     assert told["cause"] == {"class": "node", "kind": "node-lost"}
-    until(lambda: "Restarts=1" in bed.run("scontrol", "show", "job", job).stdout, "it is requeued")
+    assert end(run)["exit_code"] == 0
+    assert exit_code(bed, job) == "0:0"
+    shown = bed.run("scontrol", "show", "job", job).stdout
+    assert f"ExcNodeList={lost}\n" in shown
+    assert "Restarts=1 " in shown
+    assert lost not in places(bed.folder).values()
+    assert reasons(bed) == {}, "by default it is only advised"
+    assert f"{lost} should be drained: [node_problem]" in (bed.folder / f"slurm-{job}.out").read_text()
 
 
 def test_what_cannot_be_is_told_in_one_line(bed: SlurmBed) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,16 +20,21 @@ from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.launch.slurm_steps import SlurmSteps
 
 _USAGE = """\
-usage: keepstep slurm [--dry-run] [sbatch's flags] [--] [flags of `keepstep run`] SCRIPT [ARGUMENTS]
+usage: keepstep slurm [own flags] [sbatch's flags] [--] [flags of `keepstep run`] SCRIPT [ARGUMENTS]
 
 Submits SCRIPT as a job of Slurm's. In an allocation, as in a batch script or under salloc: runs it there, one job
 step with one launcher on each node, and exits with the job's own exit code. Nodes beyond --nnodes are spares.
 
+own flags:
+  --node-remedy=off|advise|auto   a node that is broken, lost or slow: nothing, say what to do (default), or drain it
+  --requeue                       when the job ends with 75 have Slurm start it again, not on bad nodes
+  --dry-run                       print the batch script, or the command of each step, and start nothing
+
 sbatch's flags come first, each in one word, as --nodes=5; `--` ends them where `keepstep run` has one of that name.
-Set unless given: --job-name, --no-kill, --signal=TERM@60. With --requeue a job that ends with 75 is requeued.
---dry-run prints the batch script, or the command of each step, and starts nothing.
+Set unless given: --job-name, --no-kill, --signal=TERM@60, --open-mode=append.
 """
 _PATIENCE_S = 60.0
+_OWN = re.compile(r"--dry-run|--requeue|--node-remedy(=.*)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,16 +46,34 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE, end="")
         return 0 if argv else 2
     environ = dict(os.environ)
-    dry = argv[0] == "--dry-run"
-    for_sbatch, for_run = split_flags(argv[1:] if dry else argv, environ)
+    first, for_run = split_flags(argv, environ)
+    own = [word for word in first if _OWN.fullmatch(word)]
+    for_sbatch = [word for word in first if word not in own]
+    remedy = next((word.partition("=")[2] for word in reversed(own) if word.startswith("--node")), "advise")
+    if remedy not in ("off", "advise", "auto"):
+        raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
     given = flags.parse(for_run, environ)
-    if environ.get("SLURM_JOB_ID"):
-        if for_sbatch:
-            raise UsageError(
-                f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
-            )
-        return _run_here(for_run, given.run_dir, given.max_restarts, environ, dry=dry)
-    return _submit(for_sbatch, for_run, Path(given.training_script).stem, dry=dry)
+    if not environ.get("SLURM_JOB_ID"):
+        return _submit(own, for_sbatch, for_run, Path(given.training_script).stem)
+    if for_sbatch:
+        raise UsageError(
+            f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
+        )
+    runs_dir = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))["runs_dir"].value
+    folder = Path(given.run_dir or Path(str(runs_dir)) / environ["SLURM_JOB_ID"]).absolute()
+    command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
+    steps = SlurmSteps(command, folder, given.max_restarts, environ, _say, remedy)
+    if "--dry-run" in own:
+        print("\n".join(shlex.join(one) for one in steps.commands))
+        return 0
+    return asyncio.run(_run(steps, requeues="--requeue" in own))
+
+
+async def _run(steps: SlurmSteps, *, requeues: bool) -> int:
+    code = await steps.run()
+    if code == TEMPORARY_FAILURE and requeues:
+        await steps.orders.requeue()
+    return code
 
 
 def split_flags(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -58,6 +82,8 @@ def split_flags(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[s
     for place, word in enumerate(argv):
         if word == "--":
             return list(argv[:place]), list(argv[place + 1 :])
+        if _OWN.fullmatch(word):
+            continue
         if not word.startswith("-") or word.partition("=")[0] in runs:
             if place and word.isdigit():
                 raise UsageError(
@@ -67,21 +93,17 @@ def split_flags(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[s
     raise UsageError("slurm: there is no script; see `keepstep slurm --help`")
 
 
-def batch_script(for_run: Sequence[str], *, requeues: bool) -> str:
+def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:
     """The script that sbatch is given."""
-    command = shlex.join([sys.executable, "-m", "keepstep.cli", "slurm", "--", *for_run])
-    if not requeues:
-        return f"#!/bin/sh\nexec {command}\n"
-    return (
-        f"#!/bin/sh\n{command}\ncode=$?\n"
-        f'[ $code = {TEMPORARY_FAILURE} ] && scontrol requeue "$SLURM_JOB_ID"\nexit $code\n'
-    )
+    words = [word for word in own if word != "--dry-run"]
+    return f"#!/bin/sh\nexec {shlex.join([sys.executable, '-m', 'keepstep.cli', 'slurm', *words, '--', *for_run])}\n"
 
 
-def _submit(for_sbatch: Sequence[str], for_run: Sequence[str], name: str, *, dry: bool) -> int:
-    script = batch_script(for_run, requeues="--requeue" in for_sbatch)
-    command = ["sbatch", f"--job-name={name}", "--no-kill", "--signal=TERM@60", *for_sbatch]
-    if dry:
+def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str], name: str) -> int:
+    script = batch_script(own, for_run)
+    usual = [f"--job-name={name}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
+    command = ["sbatch", *usual, *(["--requeue"] if "--requeue" in own else []), *for_sbatch]
+    if "--dry-run" in own:
         print(f"# {shlex.join(command)}\n{script}", end="")
         return 0
     try:
@@ -98,19 +120,6 @@ def _submit(for_sbatch: Sequence[str], for_run: Sequence[str], name: str, *, dry
         raise UsageError(f"sbatch refuses the job: {one_line(done.stderr.strip()) or done.returncode}")
     print(done.stdout, end="")
     return 0
-
-
-def _run_here(
-    for_run: Sequence[str], run_dir: str | None, restarts: int, environ: Mapping[str, str], *, dry: bool
-) -> int:
-    runs_dir = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))["runs_dir"].value
-    folder = Path(run_dir or Path(runs_dir) / environ["SLURM_JOB_ID"]).absolute()
-    command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
-    steps = SlurmSteps(command, folder, restarts, environ, _say)
-    if dry:
-        print("\n".join(shlex.join(one) for one in steps.commands))
-        return 0
-    return asyncio.run(steps.run())
 
 
 def _say(text: str) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import STOPPED_BY_HAND, TEMPORARY_FAILURE, UNUSABLE
 from keepstep.launch.schedulers.slurm import OWN_NODES, nodes_in
+from keepstep.launch.slurm_orders import NodeRemedy, SlurmOrders, output_of
 from keepstep.report.ended_run import exit_code_since
 
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
 _LEFT_S = 30.0  # how long steps may outlive the job, as those on a lost node do
-_COMMAND_S = 10.0
 _ENDED = frozenset({0, UNUSABLE, TEMPORARY_FAILURE, STOPPED_BY_HAND})
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALLED = 128  # exit codes from here on mean that a signal ended the launcher, as a shell has it
@@ -36,6 +36,7 @@ class SlurmSteps:
         restarts: int,
         environ: Mapping[str, str],
         say: Callable[[str], None],
+        remedy: NodeRemedy = "advise",
     ) -> None:
         """
         Args:
@@ -44,6 +45,7 @@ class SlurmSteps:
             restarts: how often a launcher that was killed is started again on its node.
             environ: of this process, in the allocation.
             say: tells the user one line.
+            remedy: what is done about nodes that the run finds bad.
 
         Raises UsageError where Slurm's variables do not list the nodes.
         """
@@ -54,6 +56,7 @@ class SlurmSteps:
         self._began_unix_s = time.time()
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._codes: dict[str, int] = {}
+        self.orders = SlurmOrders(self._job, self._nodes, folder, remedy, say)
         self._asked: signal.Signals | None = None
         self._asking: asyncio.Task[None] | None = None
 
@@ -79,9 +82,11 @@ class SlurmSteps:
         for number in _ASKED:
             loop.add_signal_handler(number, self._pass_on, number)
         steps = [loop.create_task(self._keep(node)) for node in self._nodes]
-        ending = loop.create_task(self._end_what_is_left(steps))
+        beside = [loop.create_task(self._end_what_is_left(steps)), loop.create_task(self.orders.watch())]
         await asyncio.gather(*steps)
-        ending.cancel()
+        for task in beside:
+            task.cancel()
+        await self.orders.look()
         return self._exit_code()
 
     async def _keep(self, node: str) -> None:
@@ -138,10 +143,10 @@ class SlurmSteps:
         self._asking = asyncio.get_running_loop().create_task(self._signal_steps(number))
 
     async def _signal_steps(self, number: signal.Signals) -> None:
-        listed = await _output_of("squeue", "--noheader", "--steps", f"--jobs={self._job}", "--format=%i %j")
+        listed = await output_of("squeue", "--noheader", "--steps", f"--jobs={self._job}", "--format=%i %j")
         steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [self._step_name]]
         if steps:
-            await _output_of("scancel", f"--signal={number.name.removeprefix('SIG')}", *steps)
+            await output_of("scancel", f"--signal={number.name.removeprefix('SIG')}", *steps)
         elif self._running:
             self._say(
                 "Slurm does not tell the job's steps: srun is sent the signal, which ends the workers at once"
@@ -169,19 +174,3 @@ class SlurmSteps:
                     f"{self._folder / 'end.json'} was not written: the exit code is that of a launcher, {code}"
                 )
         return code
-
-
-async def _output_of(*command: str) -> str:
-    """What a program of Slurm's prints; empty where it is not there, fails, or takes too long."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-        )
-    except OSError:
-        return ""
-    reading = asyncio.ensure_future(process.communicate())
-    await asyncio.wait([reading], timeout=_COMMAND_S)
-    if not reading.done():
-        process.kill()
-    out, _ = await reading
-    return out.decode(errors="replace") if process.returncode == 0 else ""

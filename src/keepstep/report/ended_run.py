@@ -1,4 +1,4 @@
-"""How a run has ended, as ``RUN/end.json`` tells."""
+"""How a run has ended, and with which nodes, as the files of its folder tell."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from keepstep.core.regular_files import read_regular
 from keepstep.core.told import CauseClass
 
 _MOST_BYTES = 1 << 20
+_MOST_STATUS = 256 << 20  # with a row for each rank
 
 
 class Cause(msgspec.Struct, rename={"cause_class": "class"}):
@@ -49,12 +50,12 @@ def exit_code_since(run: Path, began_unix_s: float) -> int | None:
     return end.exit_code & 0xFF if end.ended_unix_s >= began_unix_s else None
 
 
-class _Culprit(msgspec.Struct):
+class _Node(msgspec.Struct):
     node: str = ""
 
 
 class _Verdict(msgspec.Struct):
-    culprits: tuple[_Culprit, ...] = ()
+    culprits: tuple[_Node, ...] = ()
 
 
 def newest_verdict(run: Path) -> tuple[str, list[str]]:
@@ -67,3 +68,16 @@ def newest_verdict(run: Path) -> tuple[str, list[str]]:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return newest.stem, []
     return newest.stem, sorted({one.node for one in verdict.culprits if one.node})
+
+
+class _Status(msgspec.Struct):
+    nodes: tuple[_Node, ...] = ()
+
+
+def members_of(run: Path) -> frozenset[str]:
+    """Names of the nodes that play ranks, as ``RUN/status.json`` tells; none where it cannot be read."""
+    try:
+        status = msgspec.json.decode(read_regular(run / "status.json", _MOST_STATUS), type=_Status)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return frozenset()
+    return frozenset(one.node for one in status.nodes if one.node)

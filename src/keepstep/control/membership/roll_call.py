@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from keepstep.control.membership.reforming_orders import End
 from keepstep.control.membership.rendezvous import Launcher
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
+from keepstep.core.lost_connection import tells_of_another
 
 _UNKNOWN_CODE = 1
 BY_HAND = "an operator ordered it"
@@ -49,8 +50,9 @@ class Occasion:
         self.failure = self.failure or End(exit_code or _UNKNOWN_CODE, text)
 
     def lost(self, nodes: str) -> None:
-        """Nodes are lost; the same."""
-        self.failure = self.failure or End(TEMPORARY_FAILURE, f"{nodes} lost", kind="node-lost")
+        """Nodes are lost: the occasion, too, where what failed before only tells of others."""
+        if self.failure is None or tells_of_another(self.failure.reason):
+            self.failure = End(TEMPORARY_FAILURE, f"{nodes} lost", kind="node-lost")
 
 
 class RollCall:

@@ -86,6 +86,11 @@ def look(subject: Subject) -> Iterator[Found]:
     )
 
 
+def tell_of_broken_hardware(lines: Sequence[str]) -> bool:
+    """Whether lines of a node's kernel tell of hardware that somebody has to mend."""
+    return any(told.weight == _Weight.BROKEN for told in _judged(lines))
+
+
 def _judged(lines: Sequence[str]) -> Iterator[_Told]:
     xids = [(line, found) for line in lines if (found := _XID.search(line))]
     # A GPU that remapped the row or contained the error may be reset when it suits.
