@@ -30,6 +30,7 @@ from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.membership.transitions import JobState
 from keepstep.control.notices import Notices
 from keepstep.control.settings import Settings
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.incident import Incident
 from keepstep.wire.messages import (
     Bye,
@@ -369,7 +370,7 @@ class Controller:
         begins_again = self.rendezvous.max_restarts > 0
         if lost and waited_s > self.peers.settings.gone_s and not (begins_again or self.ending.under_way):
             reason = f"{lost} lost without a last packet; all other ranks have waited for {waited_s:.0f} s"
-            self._end_job(End(1, reason), now_s)
+            self._end_job(End(TEMPORARY_FAILURE, reason, kind="node-lost"), now_s)
 
     def _tick_backups(self, now_s: float) -> None:
         if self.backups.copies and not self.ending.over:

@@ -51,7 +51,8 @@ async def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place
     if parts.course.ended_by_scheduler(blamed.status):
         return parts.course.signal_outcome()
     if not may_follow(parts, outcome, place):
-        return _explain(parts, outcome)
+        await parts.checks.about(blamed.text)
+        return _perhaps_broken(parts, _explain(parts, outcome))
     if restart_is_vain(end_time(os.environ, run.job.end_unix_s), time.time(), blamed.status):
         ended, why = _explain(parts, outcome), "the job's time is over: a restart would be in vain"
         run.warn(why)
@@ -63,7 +64,7 @@ async def _after_one_node(parts: Parts, outcome: Outcome, place: Place) -> Place
     if refused := crew.restarts.refused(cause_of(parts, blamed)):
         ended = _explain(parts, outcome)
         run.warn(refused.reason)
-        return replace(ended, reason=refused.reason)
+        return _perhaps_broken(parts, replace(ended, reason=refused.reason))
     wait_s = crew.restarts.pause_s
     when = f" in {wait_s:.0f} s, as storage may be mended until then" if wait_s else ""
     run.say(
@@ -118,8 +119,8 @@ async def after_all_nodes(
     why = link.stranger or f"{link.member.missing} ({parts.controller.at})"
     parts.run.warn(f"{why}: this node ends")
     failed = outcome.kind == "failed"
-    ended = _explain(parts, outcome) if failed else replace(outcome, kind="failed", code=1)
-    return replace(ended, reason=f"{why}; {ended.reason}")
+    ended = _explain(parts, outcome) if failed else replace(outcome, kind="failed")
+    return replace(ended, code=TEMPORARY_FAILURE, reason=f"{why}; {ended.reason}")
 
 
 def may_follow(parts: Parts, outcome: Outcome, place: Place) -> bool:
@@ -168,6 +169,15 @@ def _explain(parts: Parts, outcome: Outcome) -> Outcome:
     return replace(outcome, code=workers.exit_code, reason=f"rank {blamed.rank}: {blamed.text}{then}")
 
 
+def _perhaps_broken(parts: Parts, outcome: Outcome) -> Outcome:
+    """The job's end, which is that of a job to be started elsewhere where this node's hardware is broken."""
+    if not parts.checks.is_broken:
+        return outcome
+    parts.checks.unfit()  # tells what the kernel said
+    parts.course.stop_kind = "hardware"
+    return replace(outcome, code=TEMPORARY_FAILURE)
+
+
 async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     """Part from the job and end what runs beside the workers; returns the exit code."""
     run, course, controller = parts.run, parts.course, parts.controller
@@ -187,7 +197,7 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code
     if controller.is_here:
-        run.ended(code, outcome.reason, course.kind_of(outcome))
+        run.ended(code, outcome.reason, course.category_of(outcome, code), course.kind_of(outcome))
     if code:
         leave_message(run.job.termination_log, f"keepstep: exit code {code}: {outcome.reason}")
     return code

@@ -8,7 +8,13 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from keepstep.core.exit_codes import TEMPORARY_FAILURE, SchedulersKind
+from keepstep.core.exit_codes import (
+    TEMPORARY_FAILURE,
+    UNUSABLE,
+    Category,
+    TemporaryKind,
+    temporary_category,
+)
 from keepstep.core.finding import Finding
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.hosting import Hosting
@@ -61,7 +67,9 @@ class Course:
         self.job_over = asyncio.Event()  # the controller has said that the job ends
         self.stop_code = 0  # exit code of the job, as the controller has said it
         self.stopped_by_hand = False  # an operator has ended the job
-        self.stop_kind: SchedulersKind = ""  # how the scheduler has, as the controller has said it
+        self.stop_kind: TemporaryKind = (
+            ""  # why it ends with TEMPORARY_FAILURE, as the controller has said it
+        )
         # This node has begun to part: it says that its workers ended, and waits for the others.
         self.has_parted = False
 
@@ -82,11 +90,23 @@ class Course:
         ending = self.ending or Ending(number, f"signal {number.name}")
         return Outcome("signal", ending.exit_code, ending.text, number)
 
-    def kind_of(self, outcome: Outcome) -> SchedulersKind:
-        """How the scheduler has ended the job, as this node or another was told; empty: it has not."""
+    def kind_of(self, outcome: Outcome) -> TemporaryKind:
+        """Why the job ends with `TEMPORARY_FAILURE`, as this node or another was told; empty: it does not."""
         if outcome.code != TEMPORARY_FAILURE:
             return ""
         return self.ending.kind if self.ending else self.stop_kind
+
+    def category_of(self, outcome: Outcome, code: int) -> Category:
+        """What has ended the job, where this node knows its end. ``code``: its exit code."""
+        if self.stopped_by_hand:
+            return "stopped"
+        if kind := self.kind_of(outcome):
+            return temporary_category(kind)
+        if outcome.kind == "signal":
+            return "signal"
+        if self.place is None and code == UNUSABLE:
+            return "unusable"
+        return "training" if code else "finished"
 
     def ended_by_scheduler(self, status: int) -> bool:
         """Whether the scheduler ends the job, and a worker that ended with ``status`` may have ended of that."""

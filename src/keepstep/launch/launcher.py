@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.core.descriptors import raise_limit
 from keepstep.core.errors import KeepstepError
+from keepstep.core.exit_codes import UNUSABLE
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.process_mark import machine_mark
@@ -43,8 +44,6 @@ from keepstep.launch.workers.rings import autoloads
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
-
-CANNOT_START = 2
 
 
 class Launcher:
@@ -94,7 +93,7 @@ class Launcher:
             outcome = early.outcome
         except KeepstepError as error:
             self._run.warn(str(error))
-            outcome = Outcome("failed", CANNOT_START, str(error))
+            outcome = Outcome("failed", UNUSABLE, str(error))
         await self._crew.end(signal.SIGTERM, self._course.kill_now)
         await self._crew.close()
         self._orders.unwatch_lease()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keepstep import __version__
+from keepstep.core.exit_codes import CLASSES, Category, TemporaryKind
 from keepstep.core.log_lines import one_line
 from keepstep.core.process_mark import process_mark
 from keepstep.launch.command import run_folder
@@ -84,10 +85,21 @@ class LocalRun:
         }
         self._write("run.json", described)
 
-    def ended(self, exit_code: int, reason: str, kind: str = "") -> None:
-        """Write ``end.json``: how the run ended. ``kind``: of class "other", where the scheduler has ended it."""
-        cause = {"cause": {"class": "other", "kind": kind}} if kind else {}
-        ended = {"exit_code": exit_code, "reason": reason, "ended_unix_s": time.time(), **cause}
+    def ended(self, exit_code: int, reason: str, category: Category, kind: TemporaryKind = "") -> None:
+        """Write ``end.json``: how the run ended. ``kind``: where it ended with `TEMPORARY_FAILURE`."""
+        from keepstep.report.ended_run import newest_verdict  # here, because it loads msgspec
+
+        cause = {"cause": {"class": CLASSES[kind], "kind": kind}} if kind else {}
+        number, nodes = newest_verdict(self.folder) if exit_code else ("", [])
+        ended = {
+            "exit_code": exit_code,
+            "category": category,
+            "reason": reason,
+            "nodes": nodes,
+            "incident": number,
+            "ended_unix_s": time.time(),
+            **cause,
+        }
         self._write("end.json", ended)
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from keepstep.core.exit_codes import TEMPORARY_FAILURE, SchedulersKind
+from keepstep.core.exit_codes import TEMPORARY_FAILURE, TemporaryKind
 from keepstep.core.log_lines import one_line
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Ending:
 
     number: signal.Signals
     text: str
-    kind: SchedulersKind = ""
+    kind: TemporaryKind = ""
 
     @property
     def exit_code(self) -> int:
@@ -145,7 +145,7 @@ def _may_be_schedulers(number: signal.Signals, sender: Sender | None) -> bool:
     return not sender.by_kernel and (sender.pid == 0 or sender.uid == 0 or sender.name.startswith("slurm"))
 
 
-def _announced(words: Iterable[str]) -> tuple[SchedulersKind, str] | None:
+def _announced(words: Iterable[str]) -> tuple[TemporaryKind, str] | None:
     """The kind of the newest line in which a scheduler announces the end, and the line."""
     matcher: RowMatcher | None = None
     for text in words:
@@ -153,7 +153,7 @@ def _announced(words: Iterable[str]) -> tuple[SchedulersKind, str] | None:
             matcher = matcher or _schedulers_rows()
             found = matcher.match(line[:500])
             if found is not None:
-                return cast("SchedulersKind", found[0].kind), one_line(line.strip())[:200]
+                return cast("TemporaryKind", found[0].kind), one_line(line.strip())[:200]
     return None
 
 

@@ -1,4 +1,4 @@
-"""How a run has ended where its scheduler ended it, as ``RUN/end.json`` tells."""
+"""How a run has ended, and with which nodes, as the files of its folder tell."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from keepstep.core.regular_files import read_regular
 from keepstep.core.told import CauseClass
 
 _MOST_BYTES = 1 << 20
+_MOST_STATUS = 256 << 20  # with a row for each rank
 
 
 class Cause(msgspec.Struct, rename={"cause_class": "class"}):
@@ -33,3 +34,50 @@ def read_end(run: Path) -> Ended | None:
         return msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=Ended)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+
+
+class _Code(msgspec.Struct):
+    exit_code: int
+    ended_unix_s: float
+
+
+def exit_code_since(run: Path, began_unix_s: float) -> int | None:
+    """The exit code of a run that began then; None while it goes on, or where the file cannot be read."""
+    try:
+        end = msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=_Code)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return end.exit_code & 0xFF if end.ended_unix_s >= began_unix_s else None
+
+
+class _Node(msgspec.Struct):
+    node: str = ""
+
+
+class _Verdict(msgspec.Struct):
+    culprits: tuple[_Node, ...] = ()
+
+
+def newest_verdict(run: Path) -> tuple[str, list[str]]:
+    """The number of the newest incident of a run, as in the names of its files, and the nodes that it blames."""
+    newest = max(run.glob("incidents/[0-9]*.json"), default=None)
+    if newest is None:
+        return "", []
+    try:
+        verdict = msgspec.json.decode(read_regular(newest, _MOST_BYTES), type=_Verdict)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return newest.stem, []
+    return newest.stem, sorted({one.node for one in verdict.culprits if one.node})
+
+
+class _Status(msgspec.Struct):
+    nodes: tuple[_Node, ...] = ()
+
+
+def members_of(run: Path) -> frozenset[str]:
+    """Names of the nodes that play ranks, as ``RUN/status.json`` tells; none where it cannot be read."""
+    try:
+        status = msgspec.json.decode(read_regular(run / "status.json", _MOST_STATUS), type=_Status)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return frozenset()
+    return frozenset(one.node for one in status.nodes if one.node)

@@ -53,7 +53,7 @@ class Node:
                 workers=SimpleNamespace(failures=[FAILURE], left=[], blamed=FAILURE, exit_code=5),
             ),
             watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
-            checks=SimpleNamespace(unfit=lambda: "", about=about),
+            checks=SimpleNamespace(unfit=lambda: "", about=about, is_broken=False),
         )
 
     async def after(self, outcome: Outcome, place: Place = PLACE) -> Place | Outcome:

@@ -29,11 +29,11 @@ def test_how_much_is_said(
 
 
 def test_the_end_is_written(tmp_path: Path) -> None:
-    run(tmp_path).ended(3, "rank 0: exit code 3")
+    run(tmp_path).ended(3, "rank 0: exit code 3", "training")
     ending = json.loads((tmp_path / "end.json").read_text())
     assert (ending["exit_code"], ending["reason"]) == (3, "rank 0: exit code 3")
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "gone", quiet=True).ended(0, "finished")
+    run(tmp_path / "gone", quiet=True).ended(0, "finished", "finished")
     assert capsys.readouterr().err.startswith(f"keepstep: {tmp_path}/gone/end.json: cannot be written: ")

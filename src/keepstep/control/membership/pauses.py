@@ -14,6 +14,7 @@ from keepstep.control.membership.reforming import Reforming
 from keepstep.control.membership.reforming_orders import End, Lapsed, Order
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.roll_call import BY_HAND, Occasion
+from keepstep.core.exit_codes import STOPPED_BY_HAND
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Operate, Operated, Seal
 
@@ -21,7 +22,6 @@ _WARM_S = 60.0  # added to the time for sealing, as standbys are to be warm firs
 _TOGETHER_S = 5.0  # quiet time after the last node has come, so that several nodes cost one pause
 _GROWTH_S = 1800.0  # for every rank to seal a step that more nodes can begin with; nobody waits for an answer
 SEAL_S = 120.0  # every rank has to seal a step within so many seconds
-STOPPED = 79  # exit code of a job that an operator stopped
 SUSPENDED = "it is suspended; say resume"
 _NOW = "; --now ends the workers at once"
 
@@ -258,7 +258,7 @@ class OperatorOrders:
         pauses, verb = self._pauses, message.verb
         if verb == "stop" and not standstill:
             self._effects.append(Send((peer,), Operated("the job ends")))
-            return [End(STOPPED, "stopped by an operator", by_operator=True)]
+            return [End(STOPPED_BY_HAND, "stopped by an operator", by_operator=True)]
         is_in_the_way = pauses.wanted is not None and pauses.wanted.peer is None
         orders = pauses.give_up("an operator's order came first") if is_in_the_way else []
         pause = Pause(verb, now_s + SEAL_S, set(self._rendezvous.placements), peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from keepstep.control.effects import Tell
@@ -17,9 +18,10 @@ from keepstep.control.membership.next_table import Incarnations, NextTable, Plan
 from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending, StoragePause
-from keepstep.control.membership.roll_call import BY_HAND, LOST_CODE, Occasion, RollCall
+from keepstep.control.membership.roll_call import BY_HAND, Occasion, RollCall
 from keepstep.control.membership.transitions import CONCLUSIONS, TRANSITIONS, Action, Event, State
 from keepstep.control.settings import Settings
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.ranges import fold_nodes
 from keepstep.wire.messages import Halted
 
@@ -157,7 +159,7 @@ class Reforming:
         """Workers of a member have failed."""
         if launcher not in self._rendezvous.placements or incarnation < self.incarnation:
             return []
-        self._occasion.failed(exit_code or LOST_CODE, f"node {launcher.node} failed: {text}")
+        self._occasion.failed(exit_code, f"node {launcher.node} failed: {text}")
         return self._fire(Event.FAILED, now_s)
 
     def ended(self, launcher: Launcher) -> None:
@@ -247,7 +249,7 @@ class Reforming:
                 return Event.AWAITED, None
             excluded = blamed  # an unfit node is better than none, but no budget allows one that it refuses
         if len(roll.lost) == len(rendezvous.placements):
-            return Event.REFUSED, End(cause.exit_code, f"{cause.reason}; all nodes are lost")
+            return Event.REFUSED, _without_nodes(f"{cause.reason}; all nodes are lost")
         if occasion.ordered_by and self._next.may_grow(roll) and roll.is_awaited(rendezvous.newcomers, now_s):
             return Event.AWAITED, None
         if plan := self._next.plan(roll, occasion, excluded):
@@ -262,13 +264,13 @@ class Reforming:
             return Event.SHORT, None
         nodes = _nodes(self._next.ranked(roll.lost))
         why = f"{cause.reason}; no spare came within {self._settings.join_s:g} s for {nodes}"
-        return Event.REFUSED, End(cause.exit_code, why)
+        return Event.REFUSED, _without_nodes(why)
 
     def _blamed(self, cause: End) -> dict[Launcher, str] | End:
         """Members without which budgets let the job begin again, and why; how it ends if they do not let it."""
         most = self._rendezvous.max_restarts
         if self.restarts >= most:
-            return End(cause.exit_code, f"{cause.reason}; --max-restarts {most} are used up")
+            return replace(cause, reason=f"{cause.reason}; --max-restarts {most} are used up")
         refused = self.spending.refused(self.incarnation)
         if refused is None:
             return {}
@@ -276,7 +278,7 @@ class Reforming:
         blamed = dict.fromkeys((one for one in members if one not in self._roll.lost), refused.reason)
         if self._next.is_replaceable(blamed, self._roll):
             return blamed
-        return End(cause.exit_code, refused.reason)
+        return replace(cause, reason=refused.reason)
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class Reforming:
         return []
 
     def _vacate(self, lost: list[Launcher], now_s: float) -> list[Order]:
-        self._occasion.failed(LOST_CODE, f"{_nodes(lost)} lost")
+        self._occasion.lost(_nodes(lost))
         for member in lost:
             self.spending.lost(member.node, self.incarnation, now_s)
         self._roll.vacate(lost)
@@ -378,6 +380,11 @@ class Reforming:
         Action.GIVE_PLACES: _give_places,
         Action.END_JOB: lambda self, end, now_s: [end],
     }
+
+
+def _without_nodes(reason: str) -> End:
+    """The end of a job that has too few nodes to go on."""
+    return End(TEMPORARY_FAILURE, reason, kind="node-lost")
 
 
 def _nodes(launchers: Iterable[Launcher]) -> str:

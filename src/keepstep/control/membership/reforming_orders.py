@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepstep.control.effects import Tell
 from keepstep.control.membership.rendezvous import Launcher, Placed
-from keepstep.core.exit_codes import SchedulersKind
+from keepstep.core.exit_codes import TemporaryKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class End:
     exit_code: int
     reason: str
     by_operator: bool = False
-    kind: SchedulersKind = ""
+    kind: TemporaryKind = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from keepstep.control.membership.reforming_orders import End
 from keepstep.control.membership.rendezvous import Launcher
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
+from keepstep.core.lost_connection import tells_of_another
 
-LOST_CODE = 1  # exit code of a job whose first failure was the loss of a node
+_UNKNOWN_CODE = 1
 BY_HAND = "an operator ordered it"
-_UNKNOWN = End(LOST_CODE, "a recovery was under way when the controller began again")
+_UNKNOWN = End(_UNKNOWN_CODE, "a recovery was under way when the controller began again")
 
 
 @dataclass(slots=True)
@@ -41,11 +43,16 @@ class Occasion:
     @property
     def cause(self) -> End:
         """The job's end if it may not begin again: a failure; or an order, as what fails because of it is no cause."""
-        return End(LOST_CODE, self.ordered_by) if self.ordered_by else self.failure or _UNKNOWN
+        return End(_UNKNOWN_CODE, self.ordered_by) if self.ordered_by else self.failure or _UNKNOWN
 
     def failed(self, exit_code: int, text: str) -> None:
         """Something has failed, and this is the occasion of the re-forming if nothing failed before."""
-        self.failure = self.failure or End(exit_code, text)
+        self.failure = self.failure or End(exit_code or _UNKNOWN_CODE, text)
+
+    def lost(self, nodes: str) -> None:
+        """Nodes are lost: the occasion, too, where what failed before only tells of others."""
+        if self.failure is None or tells_of_another(self.failure.reason):
+            self.failure = End(TEMPORARY_FAILURE, f"{nodes} lost", kind="node-lost")
 
 
 class RollCall:

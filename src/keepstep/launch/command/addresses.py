@@ -19,6 +19,7 @@ from keepstep.launch.command.meeting import Endpoint, Rendezvous
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports that the kernel gives to connections
 _LEAST_PORT = 10_000
 _PORTS_WANTED, _PORTS_TRIED = 1000, 16
+_MOST_HOSTS = 1 << 20  # characters of the hosts file that are read
 _CLAIMS = 16  # names by which a port can be claimed
 _CLAIM_TRIES, _CLAIM_PATIENCE_S = 3, 0.05
 
@@ -31,6 +32,17 @@ def resolve(host: str) -> list[str]:
         raise RunError(f"{host}: {error.strerror or error}; correct the host or use its address") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return sorted(addresses, key=lambda address: ":" in address)
+
+
+def own_name_with_domain(hosts: Path = Path("/etc/hosts")) -> str:
+    """This host's name with its domain where the hosts file has it, as that of a Kubernetes pod does; else without."""
+    name = os.uname().nodename
+    with suppress(OSError, UnicodeDecodeError):
+        for line in hosts.read_text()[:_MOST_HOSTS].splitlines():
+            for word in line.partition("#")[0].split()[1:]:
+                if word.startswith(f"{name}."):
+                    return word
+    return name
 
 
 def is_loopback(address: str) -> bool:

@@ -203,8 +203,21 @@ def _add_own(group: Any) -> None:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse the command line. Raises UsageError for an unknown flag, a value that is missing or wrong, or no script."""
-    return parser(environ).parse_args(list(argv))
+    """Parse the command line. Attribute ``said`` of the result names what was given, there or as ``PET_<FLAG>``.
+
+    Raises UsageError for an unknown flag, a value that is missing or wrong, or no script.
+    """
+    made = parser(environ)
+    given = made.parse_args(list(argv))
+    # An attribute that is there already gets no default.
+    alone = made.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(vars(given))))
+    given.said = frozenset(name for name, value in vars(alone).items() if value is not None) | {
+        flag.dest
+        for flags in _GROUPS.values()
+        for flag in flags
+        if flag.from_environment and f"PET_{flag.dest.upper()}" in environ
+    }
+    return given
 
 
 def without_meaning(given: argparse.Namespace) -> list[str]:

@@ -19,6 +19,8 @@ from keepstep.core.errors import UsageError
 from keepstep.core.kernel_records import KERNEL_LOG
 from keepstep.core.tls_paths import TlsPaths
 from keepstep.launch.command import flags
+from keepstep.launch.command.addresses import own_name_with_domain
+from keepstep.launch.command.allocated import fill_from_scheduler
 from keepstep.launch.command.meeting import (
     DEFAULT_MASTER_PORT,
     Endpoint,
@@ -117,6 +119,7 @@ class Job:
 def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
     """Parse and check everything that was asked for. Raises UsageError, which says what to write instead."""
     given = flags.parse(argv, environ)
+    allocation = fill_from_scheduler(given, environ, own_name_with_domain())
     settings = resolve(
         SETTINGS,
         environ=environ,
@@ -165,7 +168,7 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         run_dir=Path(given.run_dir).absolute() if given.run_dir else None,
         runs_dir=Path(value["runs_dir"]).absolute(),
         name=_name(given),
-        node=value["node_name"] or os.uname().nodename,
+        node=value["node_name"] or allocation.node or os.uname().nodename,
         watch=value["watch"],
         check=value["check"],
         validate=value["validate"],
@@ -188,17 +191,22 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         dataset_paths=value["dataset_paths"],
         checkpoint_backups=_not_negative("--checkpoint-backups", value["checkpoint_backups"]),
         checkpoint_backup_rate=_not_negative("--checkpoint-backup-rate", value["checkpoint_backup_rate"]),
-        failure_domain=_label("--failure-domain", value["failure_domain"].strip()),
+        failure_domain=_label(
+            "--failure-domain", value["failure_domain"].strip() or allocation.failure_domain
+        ),
         leave_s=value["leave_s"],
         linger_s=value["linger_s"],
         quiet=given.quiet,
         verbose=given.verbose,
         dry_run=given.dry_run,
         remarks=tuple(flags.without_meaning(given)),
-        warnings=(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound",)
-        if given.numa_binding
-        else (),
+        warnings=(*allocation.warnings, *_not_carried_out(given)),
     )
+
+
+def _not_carried_out(given: argparse.Namespace) -> tuple[str, ...]:
+    binding = given.numa_binding
+    return (f"--numa-binding {binding} is not carried out: workers run unbound",) if binding else ()
 
 
 def _one_of(flag: str, text: str, *words: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.core.exit_codes import SchedulersKind
+from keepstep.core.exit_codes import TemporaryKind
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
 from keepstep.launch.controller.lease import Elector
@@ -230,7 +230,7 @@ class Member:
         self._halt, self._ended = self._halted, None
         return [self._said_halted()]
 
-    def ended(self, exit_code: int, text: str, kind: SchedulersKind = "") -> list[wire.Message]:
+    def ended(self, exit_code: int, text: str, kind: TemporaryKind = "") -> list[wire.Message]:
         """Tell that this node's workers have ended, and begin again only by order; or that a spare leaves."""
         by_operator = self.stop is not None and self.stop.by_operator
         if self.placement is None and self.is_spare:

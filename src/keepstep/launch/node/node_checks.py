@@ -139,9 +139,17 @@ class NodeChecks:
 
     def unfit(self) -> str:
         """Why workers should not begin again on this node, as far as the checks have found out by now."""
-        running = self._running
-        if running is None or not running.done() or running.exception() is not None:
-            return ""
-        for one in running.result():
+        for one in self._results:
             self._warn(one.text)
-        return "; ".join(one.text for one in running.result() if one.unfit)
+        return "; ".join(one.text for one in self._results if one.unfit)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the kernel has told of broken hardware since the workers began."""
+        return any(one.broken for one in self._results)
+
+    @property
+    def _results(self) -> tuple[Found, ...]:
+        running = self._running
+        is_done = running is not None and running.done() and running.exception() is None
+        return running.result() if running is not None and is_done else ()

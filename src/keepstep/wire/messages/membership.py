@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from keepstep.core.exit_codes import SchedulersKind
+from keepstep.core.exit_codes import TemporaryKind
 from keepstep.core.incident import Recovery
 from keepstep.wire.messages import limits
 from keepstep.wire.messages.limits import Message
@@ -109,7 +109,7 @@ class Ended(Message, frozen=True):
     message: str = ""
     incarnation: int = 0
     by_operator: bool = False  # copied from the `Stop`, so that a new controller knows
-    kind: SchedulersKind = ""
+    kind: TemporaryKind = ""
 
 
 class Kept(Message, frozen=True):
@@ -172,7 +172,7 @@ class Stop(Message, frozen=True):
     exit_code: int
     reason: str
     by_operator: bool = False  # nothing is wrong, so a write to storage in progress may finish
-    kind: SchedulersKind = ""  # copied from the `Ended`
+    kind: TemporaryKind = ""  # copied from the `Ended`
 
 
 class Council(Message, frozen=True):

@@ -244,7 +244,7 @@ def test_without_a_spare_one_is_waited_for_said_once_and_not_for_ever() -> None:
     job.halt(0, 7, incarnation=1, now_s=114)
     (end,) = job.wait(113.2, 720)
     assert isinstance(end, End)
-    assert end.exit_code == 1
+    assert (end.exit_code, end.kind) == (75, "node-lost")
     assert "used up" not in end.reason
 
 

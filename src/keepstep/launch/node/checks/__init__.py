@@ -46,3 +46,4 @@ class Found:
 
     text: str
     unfit: bool = False  # workers cannot run on this node as it is
+    broken: bool = False  # its hardware is broken

@@ -82,7 +82,13 @@ def look(subject: Subject) -> Iterator[Found]:
         f"{newest.line[:_MOST_QUOTED]}{more}; {newest.meaning and newest.meaning + '; '}"
         f"{'drain the node and have it looked at' if broken else 'the node stays in use'}",
         unfit=broken and not subject.fresh,
+        broken=broken and not subject.fresh,
     )
+
+
+def tell_of_broken_hardware(lines: Sequence[str]) -> bool:
+    """Whether lines of a node's kernel tell of hardware that somebody has to mend."""
+    return any(told.weight == _Weight.BROKEN for told in _judged(lines))
 
 
 def _judged(lines: Sequence[str]) -> Iterator[_Told]:

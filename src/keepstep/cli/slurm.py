@@ -1,0 +1,126 @@
+"""``keepstep slurm``: submits a job to Slurm, or runs it in the allocation that this process is in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from keepstep.core.config import config_path, resolve
+from keepstep.core.errors import UsageError
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
+from keepstep.core.log_lines import one_line
+from keepstep.launch.command import flags
+from keepstep.launch.command.run_settings import SETTINGS
+from keepstep.launch.slurm_steps import SlurmSteps
+
+_USAGE = """\
+usage: keepstep slurm [own flags] [sbatch's flags] [--] [flags of `keepstep run`] SCRIPT [ARGUMENTS]
+
+Submits SCRIPT as a job of Slurm's. In an allocation, as in a batch script or under salloc: runs it there, one job
+step with one launcher on each node, and exits with the job's own exit code. Nodes beyond --nnodes are spares.
+
+own flags:
+  --node-remedy=off|advise|auto   a node that is broken, lost or slow: nothing, say what to do (default), or drain it
+  --requeue                       when the job ends with 75 have Slurm start it again, not on bad nodes
+  --dry-run                       print the batch script, or the command of each step, and start nothing
+
+sbatch's flags come first, each in one word, as --nodes=5; `--` ends them where `keepstep run` has one of that name.
+Set unless given: --job-name, --no-kill, --signal=TERM@60, --open-mode=append.
+"""
+_PATIENCE_S = 60.0
+_OWN = re.compile(r"--dry-run|--requeue|--node-remedy(=.*)?")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Submit or run a job; returns the job's exit code, or 0 once it is submitted.
+
+    Raises UsageError where the command line cannot be used, there is no Slurm, or it refuses the job.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if argv else 2
+    environ = dict(os.environ)
+    first, for_run = split_flags(argv, environ)
+    own = [word for word in first if _OWN.fullmatch(word)]
+    for_sbatch = [word for word in first if word not in own]
+    remedy = next((word.partition("=")[2] for word in reversed(own) if word.startswith("--node")), "advise")
+    if remedy not in ("off", "advise", "auto"):
+        raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
+    given = flags.parse(for_run, environ)
+    if not environ.get("SLURM_JOB_ID"):
+        return _submit(own, for_sbatch, for_run, Path(given.training_script).stem)
+    if for_sbatch:
+        raise UsageError(
+            f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
+        )
+    runs_dir = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))["runs_dir"].value
+    folder = Path(given.run_dir or Path(str(runs_dir)) / environ["SLURM_JOB_ID"]).absolute()
+    command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
+    steps = SlurmSteps(command, folder, given.max_restarts, environ, _say, remedy)
+    if "--dry-run" in own:
+        print("\n".join(shlex.join(one) for one in steps.commands))
+        return 0
+    return asyncio.run(_run(steps, requeues="--requeue" in own))
+
+
+async def _run(steps: SlurmSteps, *, requeues: bool) -> int:
+    code = await steps.run()
+    if code == TEMPORARY_FAILURE and requeues:
+        await steps.orders.requeue()
+    return code
+
+
+def split_flags(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The words for sbatch, and those for ``keepstep run``. Raises UsageError where a value for sbatch stands alone."""
+    runs = {name for action in flags.parser(environ)._actions for name in action.option_strings}
+    for place, word in enumerate(argv):
+        if word == "--":
+            return list(argv[:place]), list(argv[place + 1 :])
+        if _OWN.fullmatch(word):
+            continue
+        if not word.startswith("-") or word.partition("=")[0] in runs:
+            if place and word.isdigit():
+                raise UsageError(
+                    f"{argv[place - 1]} {word}: write sbatch's flags in one word, {argv[place - 1]}={word}"
+                )
+            return list(argv[:place]), list(argv[place:])
+    raise UsageError("slurm: there is no script; see `keepstep slurm --help`")
+
+
+def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:
+    """The script that sbatch is given."""
+    words = [word for word in own if word != "--dry-run"]
+    return f"#!/bin/sh\nexec {shlex.join([sys.executable, '-m', 'keepstep.cli', 'slurm', *words, '--', *for_run])}\n"
+
+
+def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str], name: str) -> int:
+    script = batch_script(own, for_run)
+    usual = [f"--job-name={name}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
+    command = ["sbatch", *usual, *(["--requeue"] if "--requeue" in own else []), *for_sbatch]
+    if "--dry-run" in own:
+        print(f"# {shlex.join(command)}\n{script}", end="")
+        return 0
+    try:
+        done = subprocess.run(
+            command, input=script, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+    except OSError as error:
+        raise UsageError(
+            f"sbatch: cannot be started: {error.strerror}; run this where Slurm's programs are"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"sbatch: has not answered for {_PATIENCE_S:.0f} s; is slurmctld away?") from None
+    if done.returncode:
+        raise UsageError(f"sbatch refuses the job: {one_line(done.stderr.strip()) or done.returncode}")
+    print(done.stdout, end="")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""What the scheduler says becomes the flags that nobody gave: flags win, then ``PET_…``, then the scheduler."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from keepstep.core.errors import UsageError
+from keepstep.launch.command.meeting import node_range
+from keepstep.launch.schedulers import allocation_of
+from keepstep.launch.schedulers.local import NOTHING_TOLD, Allocation
+
+_MEETING = frozenset({"rdzv_endpoint", "master_addr", "master_port", "node_rank", "standalone"})
+"""Flags with which a user says how nodes meet; then the scheduler is not asked."""
+
+
+def fill_from_scheduler(given: argparse.Namespace, environ: Mapping[str, str], fqdn: str) -> Allocation:
+    """Set the flags that were not given to what the scheduler says; returns all that it says.
+
+    Args:
+        given: the parsed command line; changed in place.
+        environ: the launcher's environment.
+        fqdn: this host's name with its domain.
+
+    Raises UsageError where flags and scheduler contradict each other, or the scheduler's variables cannot be read and
+    are needed.
+    """
+    by_flags = bool(given.said & _MEETING)
+    try:
+        told = allocation_of(environ, fqdn)
+    except UsageError as error:
+        if not by_flags:
+            raise
+        return Allocation(warnings=(f"{error}; not needed, as flags say how the nodes meet",))
+    if told is NOTHING_TOLD:
+        return told
+    if told.workers and "nproc_per_node" not in given.said:
+        given.nproc_per_node = str(told.workers)
+    if by_flags:
+        return Allocation(name=told.name, node=told.node, failure_domain=told.failure_domain)
+    if told.node_rank >= 0 and _is_of_several(given, told):
+        _let_meet(given, told)
+    return told
+
+
+def _is_of_several(given: argparse.Namespace, told: Allocation) -> bool:
+    """Whether this node plays a part in a job of several."""
+    if "nnodes" not in given.said:
+        return told.nodes > 1
+    low, high = node_range(given.nnodes)
+    if not told.nodes:
+        return high > 1
+    if low > told.nodes:
+        raise UsageError(
+            f"--nnodes {given.nnodes}: {told.name} has {told.nodes} here; start it on more nodes"
+        )
+    if high < told.nodes and not given.max_restarts:
+        raise UsageError(
+            f"--nnodes {given.nnodes}: {told.name} has {told.nodes} nodes here; with --max-restarts N the others are "
+            "spares, else start it on fewer"
+        )
+    return told.nodes > 1
+
+
+def _let_meet(given: argparse.Namespace, told: Allocation) -> None:
+    if "nnodes" not in given.said:
+        given.nnodes = str(told.nodes)
+    given.rdzv_backend, given.node_rank = "static", told.node_rank
+    given.master_addr, given.master_port = told.master, told.port
+    if told.run_id and "rdzv_id" not in given.said:
+        given.rdzv_id = told.run_id

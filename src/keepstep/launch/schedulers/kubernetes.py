@@ -1,0 +1,94 @@
+"""What Kubernetes says of a job in its pods, by the controller that made them.
+
+TrainJob and PyTorchJob of Kubeflow set torchrun's ``PET_…``, which count as its flags. Volcano's and Kubeflow's older
+plugins set ``MASTER_ADDR``, ``RANK`` and ``WORLD_SIZE`` of pods; an indexed Job, and so a JobSet, numbers its pods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from keepstep.core.errors import UsageError
+from keepstep.launch.schedulers.local import Allocation, number_in
+
+MOST_PODS = 200_000
+PORT = 29400  # each pod has an address of its own, so that jobs do not meet
+_JOB = "Kubernetes job"
+_INDEX = "JOB_COMPLETION_INDEX"
+_VOLCANO_INDEX = "VC_TASK_INDEX"
+_NAMES = (
+    "NODE_NAME",
+    "MY_NODE_NAME",
+    "K8S_NODE_NAME",
+)  # customary names for spec.nodeName of the downward API
+
+
+def allocation_of(environ: Mapping[str, str], fqdn: str) -> Allocation | None:
+    """What Kubernetes says in a pod; None elsewhere. ``fqdn``: the pod's name with its subdomain, from its hosts file.
+
+    Raises UsageError for a variable of another form.
+    """
+    if not environ.get("KUBERNETES_SERVICE_HOST") or "TORCHELASTIC_RUN_ID" in environ:
+        return None
+    node = next((environ[name] for name in _NAMES if environ.get(name)), "")
+    if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
+        return Allocation(name=_JOB, node=node)
+    if environ.get("MASTER_ADDR") and environ.get("WORLD_SIZE") and environ.get("RANK"):
+        return _of_pods(environ, node)
+    if environ.get(_VOLCANO_INDEX):
+        return _of_volcano(environ, node)
+    index = number_in(environ, _INDEX, MOST_PODS)
+    return Allocation(name=_JOB, node=node) if index is None else _indexed(index, node, fqdn)
+
+
+def _of_pods(environ: Mapping[str, str], node: str) -> Allocation:
+    pods = number_in(environ, "WORLD_SIZE", MOST_PODS) or 0
+    rank = number_in(environ, "RANK", MOST_PODS) or 0
+    if rank >= pods:
+        raise UsageError(f"RANK={rank} with WORLD_SIZE={pods}: a pod's rank is from 0 to WORLD_SIZE - 1")
+    port = number_in(environ, "MASTER_PORT", 65535) or PORT
+    return Allocation(
+        name=_JOB, nodes=pods, node_rank=rank, master=environ["MASTER_ADDR"], port=port, node=node
+    )
+
+
+def _of_volcano(environ: Mapping[str, str], node: str) -> Allocation:
+    """From the service plugin: each task of the job has its hosts in a variable; only a job of one task is known."""
+    lists = [name for name in environ if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
+    hosts = environ[lists[0]].split(",") if len(lists) == 1 else []
+    index = number_in(environ, _VOLCANO_INDEX, MOST_PODS) or 0
+    if not hosts:
+        return Allocation(name=_JOB, node=node)
+    if index >= len(hosts):
+        raise UsageError(f"{_VOLCANO_INDEX}={index}: {lists[0]} names {len(hosts)} hosts only")
+    return Allocation(
+        name=_JOB,
+        nodes=len(hosts),
+        node_rank=index,
+        master=hosts[0],
+        port=PORT,
+        run_id=_stem(hosts[0].partition(".")[0], 0),
+        node=node,
+    )
+
+
+def _indexed(index: int, node: str, fqdn: str) -> Allocation:
+    """A pod of an indexed Job is called JOB-INDEX; how many there are is not said."""
+    host, dot, domain = fqdn.partition(".")
+    stem = _stem(host, index)
+    if not stem:
+        return Allocation(name=_JOB, node_rank=index, node=node)
+    return Allocation(
+        name=f"{_JOB} {stem}",
+        node_rank=index,
+        master=f"{stem}-0{dot}{domain}",
+        port=PORT,
+        run_id=stem,
+        node=node,
+    )
+
+
+def _stem(host: str, index: int) -> str:
+    """The name of a pod without its index; empty where it does not end with that."""
+    return host.removesuffix(f"-{index}") if host.endswith(f"-{index}") else ""

@@ -1,0 +1,173 @@
+"""What `keepstep slurm` has Slurm do about a bad node: drain it, give it back, start the job elsewhere, say why.
+
+By default it only says what would be done. Each order is one call of scontrol, without a shell, given up after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from keepstep.core.errors import RunError
+from keepstep.core.log_lines import one_line
+from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
+from keepstep.report.ended_run import members_of
+from keepstep.report.incidents import read_incident
+
+NodeRemedy = Literal["off", "advise", "auto"]
+_LOOK_S = 0.5
+_COMMAND_S = 10.0
+_REACH_S = 1.0
+_TRIES = 3  # how often a lost node is tried to be reached
+_SLURMD_PORT = 6818
+_USED = re.compile(r"\bState=(?!\S*(DRAIN|DOWN))")
+
+
+class SlurmOrders:
+    """Watches a run's incidents in its folder, and orders what they call for."""
+
+    def __init__(
+        self, job: str, nodes: Sequence[str], folder: Path, remedy: NodeRemedy, say: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            job: Slurm's number of the job, which has these nodes.
+            folder: the run's folder.
+            remedy: whether faults are looked for, said, or acted upon.
+            say: tells the user one line.
+        """
+        self._job, self._folder, self._remedy, self._say = job, folder, remedy, say
+        self._nodes = list(nodes)
+        self._budget = DrainBudget(len(nodes))
+        self._done: set[str] = set()  # nodes about which something was done or said
+        self._read = {  # when each incident's file was written that has been read; those of an earlier run count not
+            path: path.stat().st_mtime_ns for path in self._incidents
+        }
+        self.bad: list[str] = []  # nodes that the job should not be started on again
+
+    async def watch(self) -> None:
+        """Look for faults until this is cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self) -> None:
+        """Look for new faults once, and do what is to be done about them."""
+        for fault in self._new_faults() if self._remedy != "off" else ():
+            self._done.add(fault.node)
+            await self._handle(fault)
+
+    async def requeue(self) -> bool:
+        """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that."""
+        if not self.bad:
+            return await _scontrol("requeue", self._job) is None
+        excluded = ",".join(self.bad)
+        orders = (
+            ("requeuehold", self._job),
+            ("update", f"JobId={self._job}", f"ExcNodeList={excluded}"),
+            ("release", self._job),
+            ("update", f"JobId={self._job}", "StartTime=now"),
+        )
+        for order in orders:
+            if (refused := await self._patiently(*order)) is not None:
+                self._say(f"Slurm refuses `scontrol {' '.join(order)}`: {refused}")
+                return False
+        return True
+
+    async def _patiently(self, *order: str) -> str | None:
+        """Give an order about a job that is being requeued, which Slurm refuses until its steps have ended."""
+        until_s = time.monotonic() + _COMMAND_S
+        while (refused := await _scontrol(*order)) is not None and time.monotonic() < until_s:
+            await asyncio.sleep(0.5)
+        return refused
+
+    @property
+    def _incidents(self) -> list[Path]:
+        return sorted(self._folder.glob("incidents/[0-9]*.json"))
+
+    def _new_faults(self) -> list[NodeFault]:
+        found: list[NodeFault] = []
+        members = members_of(self._folder)
+        for path in self._incidents:
+            with suppress(OSError, RunError):
+                changed_ns = path.stat().st_mtime_ns
+                if self._read.get(path) != changed_ns:
+                    told = [one for one in faults_of(read_incident(path), members) if one.node in self._nodes]
+                    found += told if len(told) <= self._budget.most else ()  # mass silence excludes nobody
+                    self._read[path] = changed_ns
+        return [one for one in found if one.node not in self._done]
+
+    async def _handle(self, fault: NodeFault) -> None:
+        shown = await output_of("scontrol", "show", "node", fault.node)
+        if fault.kind == "lost" and not await _is_unreachable(shown):
+            return
+        self.bad.append(fault.node)
+        reason = fault.reason(self._job)
+        drain = ("update", f"NodeName={fault.node}", "State=DRAIN", f"Reason={reason}")
+        if not _USED.search(shown):
+            self._say(f"{fault.node} is drained or down already; {reason}")
+        elif self._remedy == "advise":
+            self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
+        elif not self._budget.take(time.monotonic()):
+            self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
+        elif refused := await _scontrol(*drain):
+            self._say(f"Slurm does not drain {fault.node} ({refused}): the job keeps it; {reason}")
+        else:
+            self._say(f"drained {fault.node}: {reason}")
+        await _scontrol("update", f"JobId={self._job}", f"Comment={reason}")
+
+
+async def _is_unreachable(shown: str) -> bool:
+    """Whether a node's daemon of Slurm's cannot be reached. ``shown``: what ``scontrol show node`` says."""
+    address = re.search(r"\bNodeAddr=(\S+)", shown)
+    port = re.search(r"\bPort=(\d+)", shown)
+    if address is None:
+        return False
+    for _ in range(_TRIES):
+        opening = asyncio.open_connection(address[1], int(port[1]) if port else _SLURMD_PORT)
+        try:
+            _, writer = await asyncio.wait_for(opening, _REACH_S)
+        except (OSError, asyncio.TimeoutError):
+            await asyncio.sleep(0.1)
+        else:
+            writer.close()
+            return False
+    return True
+
+
+async def _scontrol(*order: str) -> str | None:
+    """Give an order; why Slurm refuses it, None where it does not."""
+    return (await _run("scontrol", *order))[1]
+
+
+async def output_of(*command: str) -> str:
+    """What a program of Slurm's prints; empty where it is not there, fails, or takes too long."""
+    return (await _run(*command))[0]
+
+
+async def _run(*command: str) -> tuple[str, str | None]:
+    """What a program of Slurm's prints, and why it failed; None where it did not."""
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
+    except OSError as error:
+        return "", f"{command[0]}: {error.strerror}"
+    reading = asyncio.ensure_future(process.communicate())
+    await asyncio.wait([reading], timeout=_COMMAND_S)
+    if not reading.done():
+        process.kill()
+        await reading
+        return "", f"no answer for {_COMMAND_S:.0f} s"
+    out, err = (text.decode(errors="replace") for text in await reading)
+    return (
+        (out, None)
+        if process.returncode == 0
+        else ("", one_line(err.strip()) or f"exit code {process.returncode}")
+    )

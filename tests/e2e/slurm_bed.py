@@ -1,0 +1,241 @@
+"""A real Slurm on this machine: munged, slurmctld and a slurmd for each node, all below one folder, for one test.
+
+The nodes n0, n1, … are names of this host: in the mount namespace of every process here, ``/etc/hosts`` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keepstep.core.own_address import ANYWHERE, address_towards
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
+PATIENCE_S = 60.0
+_SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+_CONF = """\
+ClusterName=bed
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctl_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
+TopologyPlugin=topology/tree
+GresTypes={gres}
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=8
+KillWait=5
+MinJobAge=300
+JobAcctGatherType=jobacct_gather/none
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no bed here; empty where there can."""
+    if os.geteuid() != 0:
+        return "Slurm's daemons need root"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=_SBIN) is None]
+    return (
+        f"not installed: {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
+        if absent
+        else ""
+    )
+
+
+@dataclass
+class SlurmBed:
+    """A running cluster. ``nodes``: their names."""
+
+    folder: Path
+    nodes: tuple[str, ...]
+    environ: dict[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, "subprocess.Popen[bytes]"])
+
+    def inside(self, *command: str) -> list[str]:
+        """A command as it runs on the bed: names of nodes are known to it."""
+        mount = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
+        return ["unshare", "--mount", "--propagation=private", "sh", "-c", mount, "sh", *command]
+
+    def run(
+        self, *command: str, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program of Slurm's, or another one, to its end."""
+        return subprocess.run(
+            self.inside(*command),
+            env={**self.environ, **(environ or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+            cwd=self.folder,
+        )
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a program on the bed; its output is kept."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self.inside(*command), env=self.environ, stdout=pipe, stderr=pipe, text=True, cwd=self.folder
+        )
+
+    def daemon(self, name: str, *command: str) -> None:
+        """Start a daemon of Slurm's."""
+        with (self.folder / f"{name}.out").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                self.inside(*command), env=self.environ, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node."""
+        self.daemon(node, "slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
+
+    def state(self, node: str) -> str:
+        """The state of a node in ``sinfo``'s words."""
+        return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").stdout.strip()
+
+    def processes(self, node: str) -> dict[int, str]:
+        """Command lines of the processes that run in job steps on a node, by process id."""
+        found: dict[int, str] = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                environ = (path / "environ").read_bytes().split(b"\0")
+                if (
+                    f"SLURMD_NODENAME={node}".encode() in environ
+                    and f"KEEPSTEP_BED={self.folder}".encode() in environ
+                ):
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def kill_launcher(self, node: str) -> None:
+        """Kill the launcher of a node, and so its workers."""
+        launchers = [pid for pid, line in self.processes(node).items() if " keepstep.cli run " in line]
+        assert launchers, f"no launcher on {node}"
+        for pid in launchers:
+            os.kill(pid, signal.SIGKILL)
+
+    def lose_node(self, node: str) -> None:
+        """Kill everything that runs on a node, with its daemon."""
+        daemon = self.daemons.pop(node)
+        steps = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_stepd_of(path, node)]
+        for pid in (daemon.pid, *steps, *self.processes(node)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+
+
+def _is_stepd_of(path: Path, node: str) -> bool:
+    with suppress(OSError):
+        return (
+            b"slurmstepd" in (path / "comm").read_bytes() and node.encode() in (path / "cmdline").read_bytes()
+        )
+    return False
+
+
+def until(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited too long: {what}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[SlurmBed]:
+    """A cluster of so many nodes, on two switches; with ``gres`` each has eight GPUs that are not there."""
+    nodes = tuple(f"n{number}" for number in range(count))
+    folder.chmod(0o755)
+    for name in ("munge", "state"):
+        (folder / name).mkdir()
+    ports = _free_ports(count + 1)
+    gpus = " Gres=gpu:8" if gres else ""
+    lines = "\n".join(
+        f"NodeName={node} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={port} "
+        f"CPUs=64 RealMemory=8000{gpus}"
+        for node, port in zip(nodes, ports, strict=False)
+    )
+    conf = _CONF.format(
+        host=os.uname().nodename, ctl_port=ports[-1], folder=folder, nodes=lines, gres="gpu" if gres else ""
+    )
+    (folder / "slurm.conf").write_text(conf if gres else conf.replace("GresTypes=\n", ""))
+    (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu Count=8\n" if gres else "")
+    half = count // 2
+    (folder / "topology.conf").write_text(
+        f"SwitchName=s0 Nodes=n[0-{half - 1}]\nSwitchName=s1 Nodes=n[{half}-{count - 1}]\n"
+        "SwitchName=core Switches=s[0-1]\n"
+    )
+    (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+    hosts = Path("/etc/hosts").read_text()
+    # Under a loopback address a host's own name would stand for the one from which packets leave the machine.
+    (folder / "hosts").write_text(hosts + f"\n{address_towards(ANYWHERE)} {' '.join(nodes)}\n")
+    key = folder / "munge" / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    (folder / "munge").chmod(0o755)
+    python = str(Path(sys.executable).parent)
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
+        "PATH": f"{python}:{_SBIN}",
+        "SLURM_CONF": f"{folder}/slurm.conf",
+        "KEEPSTEP_BED": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    bed = SlurmBed(folder, nodes, environ)
+    try:
+        munge = folder / "munge"
+        bed.daemon(
+            "munged",
+            *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}/socket"),
+            *(f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
+        )
+        until((munge / "socket").exists, "munged")
+        bed.daemon("slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
+        for node in nodes:
+            bed.start_node(node)
+        until(lambda: all(bed.state(node) == "idle" for node in nodes), "all nodes are idle")
+        yield bed
+    finally:
+        bed.run("scancel", "--signal=KILL", "--user=root")
+        for node in nodes:
+            for pid in bed.processes(node):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for daemon in reversed(bed.daemons.values()):
+            daemon.kill()
+            daemon.wait()
+
+
+def _free_ports(count: int) -> Sequence[int]:
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
+    finally:
+        for one in held:
+            one.close()

@@ -1,0 +1,145 @@
+"""Jobs on a real Slurm: ranks in its order, spares from its allocation, and the job's own exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e import slurm_bed
+from tests.e2e.slurm_bed import SlurmBed, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
+
+TRAIN = str(Path(__file__).with_name("slurm_train.py"))
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[SlurmBed]:
+    if reason := slurm_bed.missing():
+        pytest.skip(reason)
+    with slurm_bed.slurm(tmp_path) as made:
+        yield made
+
+
+def keepstep(*words: str) -> list[str]:
+    return [sys.executable, "-m", "keepstep.cli", *words]
+
+
+def places(folder: Path) -> dict[int, str]:
+    """The node of each rank, as the last incarnation had it."""
+    return {int(path.name): path.read_text() for path in (folder / "places").glob("[0-9]*")}
+
+
+def end(run: Path) -> dict[str, Any]:
+    return json.loads((run / "end.json").read_text())
+
+
+def exit_code(bed: SlurmBed, job: str) -> str:
+    """The exit code of a job that has ended, in Slurm's words: CODE:SIGNAL."""
+    shown = bed.run("scontrol", "show", "job", job).stdout
+    return next(word.partition("=")[2] for word in shown.split() if word.startswith("ExitCode="))
+
+
+def reasons(bed: SlurmBed) -> dict[str, str]:
+    """Why nodes were drained, by node."""
+    lines = bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout.splitlines()
+    found = dict(line.split("|", 1) for line in lines)
+    return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
+
+
+def submitted(bed: SlurmBed, *words: str) -> str:
+    done = bed.run(*keepstep("slurm", *words))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def ended(bed: SlurmBed, job: str) -> bool:
+    return "JobState=" in (shown := bed.run("scontrol", "show", "job", job).stdout) and not any(
+        f"JobState={state}" in shown for state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    )
+
+
+def test_srun_alone_needs_no_flags_and_ranks_follow_slurms_order(bed: SlurmBed) -> None:
+    done = bed.run("srun", "--nodes=4", "--ntasks-per-node=1", *keepstep("run", TRAIN, str(bed.folder), "5"))
+    assert done.returncode == 0, done.stderr
+    assert places(bed.folder) == {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
+    (run,) = (bed.folder / "runs").iterdir()
+    assert end(run)["category"] == "finished"
+    described = json.loads((run / "run.json").read_text())
+    assert (described["nodes"], described["world_size"]) == (4, 4)
+
+
+def test_a_killed_launcher_is_replaced_by_a_spare_and_its_node_is_not_drained(bed: SlurmBed) -> None:
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.kill_launcher("n1")
+    until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    told = end(bed.folder / "runs" / job)
+    assert (told["exit_code"], told["category"], told["nodes"]) == (0, "finished", [])
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed) == {}, "the node answers: its launcher died, and it did not"
+
+
+def test_a_node_that_is_lost_is_drained_and_its_spare_goes_on(bed: SlurmBed) -> None:
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.lose_node("n1")
+    until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
+    until(lambda: "n1" in reasons(bed), "it is drained")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed) == {"n1": f"[node_problem] keepstep run={job} incident=0001 node lost"}
+    assert "Comment=[node_problem] keepstep" in bed.run("scontrol", "show", "job", job).stdout
+
+
+@pytest.mark.long
+def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(bed: SlurmBed) -> None:
+    job = submitted(bed, "--nodes=2", "--requeue", "--", TRAIN, str(bed.folder), "5", "--exit=7")
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "7:0"
+    assert end(bed.folder / "runs" / job)["category"] == "training"
+    assert "Restarts=0" in bed.run("scontrol", "show", "job", job).stdout
+
+
+def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed: SlurmBed) -> None:
+    flags = ("--max-restarts", "2", "--rdzv-conf", "join_timeout=5")
+    job = submitted(bed, "--requeue", "--nodes=3", "--", *flags, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    lost, run = places(bed.folder)[2], bed.folder / "runs" / job
+    bed.lose_node(lost)
+    until(lambda: (run / "end.json").exists() or (run / "previous").exists(), "the job has ended")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job) and (run / "previous").exists(), "the job has ended again")
+    told = end(run / "previous" / "1")
+    assert (told["exit_code"], told["category"], told["nodes"]) == (75, "infrastructure", [lost])
+    assert told["cause"] == {"class": "node", "kind": "node-lost"}
+    assert end(run)["exit_code"] == 0
+    assert exit_code(bed, job) == "0:0"
+    shown = bed.run("scontrol", "show", "job", job).stdout
+    assert f"ExcNodeList={lost}\n" in shown
+    assert "Restarts=1 " in shown
+    assert lost not in places(bed.folder).values()
+    assert reasons(bed) == {}, "by default it is only advised"
+    assert f"{lost} should be drained: [node_problem]" in (bed.folder / f"slurm-{job}.out").read_text()
+
+
+def test_what_cannot_be_is_told_in_one_line(bed: SlurmBed) -> None:
+    over = bed.run("srun", "--nodes=2", *keepstep("run", "--nnodes", "3", TRAIN, str(bed.folder), "5"))
+    assert over.returncode == 2
+    assert over.stderr.count("--nnodes 3: Slurm job 1 has 2 here; start it on more nodes") == 2
+    twice = bed.run("srun", "--nodes=2", "--ntasks-per-node=2", *keepstep("run", TRAIN, str(bed.folder), "5"))
+    assert "Slurm starts 2(x2) launchers a node: give srun --ntasks-per-node=1" in twice.stderr
+    refused = bed.run(*keepstep("slurm", "--partition=none", TRAIN, str(bed.folder), "5"))
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("keepstep: sbatch refuses the job: sbatch: error: ")
+    apart = bed.run(*keepstep("slurm", "--nodes", "4", TRAIN, str(bed.folder), "5"))
+    assert "write sbatch's flags in one word, --nodes=4" in apart.stderr

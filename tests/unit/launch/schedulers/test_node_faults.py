@@ -1,0 +1,68 @@
+"""Which nodes are proven bad by an incident, and how many may be taken from other jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep.core.incident import Culprit, FailureCause, Incident, SpokenLine
+from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
+
+XID = "NVRM: Xid (PCI:0000:9b:00): 95, pid=4711, name=python3, Uncontained ECC error"
+CRASH = Incident(7, "crash", 3, 3, None, None, (), (), (), ())
+ECC = FailureCause("node", "gpu-ecc", "GPU memory error", "high", first=SpokenLine(XID, None, "n2", "kernel"))
+
+
+def found(incident: Incident, *members: str) -> list[tuple[str, str, str]]:
+    return [(one.node, one.kind, one.text) for one in faults_of(incident, members)]
+
+
+def test_the_kernels_word_of_broken_hardware_is_a_fault() -> None:
+    crash = replace(CRASH, culprits=(Culprit(rank=5, node="n2"),), cause=ECC)
+    assert found(crash) == [("n2", "hardware", "rank=5 GPU memory error")]
+
+
+def test_a_ranks_word_is_none() -> None:
+    words = replace(ECC, first=SpokenLine(XID, 5, "n2", "stderr.0.log"))
+    assert found(replace(CRASH, culprits=(Culprit(rank=5, node="n2"),), cause=words)) == []
+
+
+def test_what_the_kernel_says_of_memory_or_of_an_application_is_none() -> None:
+    for line in (
+        "Out of memory: Killed process 4711 (python3) total-vm:81920kB",
+        "NVRM: Xid (PCI:0000:9b:00): 31, pid=4711, name=python3, Ch 00000008, MMU Fault",
+    ):
+        cause = replace(ECC, first=SpokenLine(line, None, "n2", "kernel"))
+        assert found(replace(CRASH, culprits=(Culprit(rank=5, node="n2"),), cause=cause)) == []
+    unsure = replace(ECC, confidence="medium")
+    assert found(replace(CRASH, culprits=(Culprit(rank=5, node="n2"),), cause=unsure)) == []
+
+
+def test_a_lost_node_is_one_and_a_dead_rank_is_none() -> None:
+    lost = Culprit(node="n2", confidence="medium", cause="node lost")
+    assert found(replace(CRASH, culprits=(lost,))) == [("n2", "lost", "node lost")]
+    assert found(replace(CRASH, culprits=(Culprit(rank=5, node="n2", cause="exit code 1"),))) == []
+
+
+def test_a_slow_node_is_one_once_a_spare_has_taken_its_place() -> None:
+    culprit = Culprit(rank=27, node="n2", slowdown=2.04, confidence="high")
+    slow = replace(CRASH, kind="slow", culprits=(culprit,))
+    assert found(slow, "n0", "n3") == [("n2", "slow", "rank=27 slow x2.0")]
+    assert found(slow, "n0", "n2") == [], "it still plays its ranks, as where fewer micro-batches cured it"
+    assert found(slow) == [], "who plays ranks is not known"
+    assert found(replace(slow, culprits=(replace(culprit, confidence="medium"),)), "n0") == []
+
+
+def test_a_reason_is_one_line_that_names_run_and_incident() -> None:
+    fault = NodeFault("n2", "hardware", 7, 'rank=5 "GPU"\nmemory \x1b[31merror')
+    assert fault.reason("12") == (
+        "[node_problem] keepstep run=12 incident=0007 rank=5 'GPU'\\nmemory \\x1b[31merror"
+    )
+    assert len(replace(fault, text="x" * 999).reason("12")) == 200
+
+
+def test_a_tenth_of_the_nodes_within_an_hour_and_one_at_least() -> None:
+    one = DrainBudget(8)
+    assert [one.take(0.0), one.take(3599.0), one.take(3600.0)] == [True, False, True]
+    assert sum(DrainBudget(64).take(0.0) for _ in range(1)) == 1
+    many = DrainBudget(64)
+    assert sum(many.take(float(second)) for second in range(20)) == 6
