@@ -17,6 +17,8 @@ from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import flags
 from keepstep.launch.command.run_settings import SETTINGS
+from keepstep.launch.schedulers.slurm import nodes_in
+from keepstep.launch.slurm_orders import DRAIN, SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
 _USAGE = """\
@@ -49,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
     first, for_run = split_flags(argv, environ)
     own = [word for word in first if _OWN.fullmatch(word)]
     for_sbatch = [word for word in first if word not in own]
-    remedy = next((word.partition("=")[2] for word in reversed(own) if word.startswith("--node")), "advise")
+    settings = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))
+    given_remedies = [word.partition("=")[2] for word in own if word.startswith("--node-remedy")]
+    remedy = [str(settings["node_remedy"].value), *given_remedies][-1]
     if remedy not in ("off", "advise", "auto"):
         raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
     given = flags.parse(for_run, environ)
@@ -59,10 +63,14 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
         )
-    runs_dir = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))["runs_dir"].value
-    folder = Path(given.run_dir or Path(str(runs_dir)) / environ["SLURM_JOB_ID"]).absolute()
+    runs_dir = Path(str(settings["runs_dir"].value))
+    folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"]).absolute()
     command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
-    steps = SlurmSteps(command, folder, given.max_restarts, environ, _say, remedy)
+    orders = SlurmOrders(
+        *(environ["SLURM_JOB_ID"], nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
+        drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
+    )
+    steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say)
     if "--dry-run" in own:
         print("\n".join(shlex.join(one) for one in steps.commands))
         return 0

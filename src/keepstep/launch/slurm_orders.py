@@ -19,6 +19,7 @@ from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, fault
 from keepstep.report.ended_run import members_of
 from keepstep.report.incidents import read_incident
 
+DRAIN = ("scontrol", "update", "NodeName={node}", "State=DRAIN", "Reason={reason}")
 NodeRemedy = Literal["off", "advise", "auto"]
 _LOOK_S = 0.5
 _COMMAND_S = 10.0
@@ -32,7 +33,13 @@ class SlurmOrders:
     """Watches a run's incidents in its folder, and orders what they call for."""
 
     def __init__(
-        self, job: str, nodes: Sequence[str], folder: Path, remedy: NodeRemedy, say: Callable[[str], None]
+        self,
+        job: str,
+        nodes: Sequence[str],
+        folder: Path,
+        remedy: NodeRemedy,
+        say: Callable[[str], None],
+        drain: Sequence[str] = DRAIN,
     ) -> None:
         """
         Args:
@@ -40,7 +47,9 @@ class SlurmOrders:
             folder: the run's folder.
             remedy: whether faults are looked for, said, or acted upon.
             say: tells the user one line.
+            drain: the command that drains a node; ``{node}`` and ``{reason}`` stand for what they say.
         """
+        self._drain = tuple(drain)
         self._job, self._folder, self._remedy, self._say = job, folder, remedy, say
         self._nodes = list(nodes)
         self._budget = DrainBudget(len(nodes))
@@ -108,14 +117,14 @@ class SlurmOrders:
             return
         self.bad.append(fault.node)
         reason = fault.reason(self._job)
-        drain = ("update", f"NodeName={fault.node}", "State=DRAIN", f"Reason={reason}")
+        drain = [one.replace("{node}", fault.node).replace("{reason}", reason) for one in self._drain]
         if not _USED.search(shown):
             self._say(f"{fault.node} is drained or down already; {reason}")
         elif self._remedy == "advise":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
         elif not self._budget.take(time.monotonic()):
             self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
-        elif refused := await _scontrol(*drain):
+        elif refused := (await _run(*drain))[1]:
             self._say(f"Slurm does not drain {fault.node} ({refused}): the job keeps it; {reason}")
         else:
             self._say(f"drained {fault.node}: {reason}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import STOPPED_BY_HAND, TEMPORARY_FAILURE, UNUSABLE
 from keepstep.launch.schedulers.slurm import OWN_NODES, nodes_in
-from keepstep.launch.slurm_orders import NodeRemedy, SlurmOrders, output_of
+from keepstep.launch.slurm_orders import SlurmOrders, output_of
 from keepstep.report.ended_run import exit_code_since
 
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
@@ -35,8 +35,8 @@ class SlurmSteps:
         folder: Path,
         restarts: int,
         environ: Mapping[str, str],
+        orders: SlurmOrders,
         say: Callable[[str], None],
-        remedy: NodeRemedy = "advise",
     ) -> None:
         """
         Args:
@@ -44,8 +44,8 @@ class SlurmSteps:
             folder: the run's folder, whose ``end.json`` has the job's exit code.
             restarts: how often a launcher that was killed is started again on its node.
             environ: of this process, in the allocation.
+            orders: looks after bad nodes while the job runs.
             say: tells the user one line.
-            remedy: what is done about nodes that the run finds bad.
 
         Raises UsageError where Slurm's variables do not list the nodes.
         """
@@ -56,7 +56,7 @@ class SlurmSteps:
         self._began_unix_s = time.time()
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._codes: dict[str, int] = {}
-        self.orders = SlurmOrders(self._job, self._nodes, folder, remedy, say)
+        self.orders = orders
         self._asked: signal.Signals | None = None
         self._asking: asyncio.Task[None] | None = None
 

@@ -76,6 +76,12 @@ SETTINGS = (
     ),
     _setting("elect", True, "another node hosts the controller when its own is lost"),
     _setting("in_place", False, "at a restart a training that can goes on in its process"),
+    _setting(
+        "node_remedy", "advise", "of keepstep slurm, about bad nodes: off; advise: say it; auto: drain them"
+    ),
+    _setting(
+        "drain_command", "", "what drains a node instead of scontrol; {node}, {reason} are put in, no shell"
+    ),
     _setting("join_timeout_s", 600.0, "how long to wait for the other nodes at the start"),
     _setting("leave_s", 3.0, "with in_place: how long a training may take to be left"),
     _setting("linger_s", 10.0, "how long agent and controller may take after the workers ended"),

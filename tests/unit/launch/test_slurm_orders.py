@@ -1,0 +1,167 @@
+"""What Slurm is told of bad nodes, with a stand-in for scontrol that writes down its orders."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepstep.core.incident import Culprit, Incident
+from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders
+from keepstep.report.incidents import incident_to_json
+
+LOST = Culprit(node="n2", confidence="medium", cause="node lost")
+CRASH = Incident(1, "crash", 3, 3, None, None, (LOST,), (), (), ())
+REASON = "[node_problem] keepstep run=12 incident=0001 node lost"
+SCONTROL = """#!/bin/sh
+echo "$@" >> {log}
+[ "$1" = show ] && echo "NodeName=n2 State={state} NodeAddr=127.0.0.1 Port={port} Reason=x" && exit
+[ "$1" = update ] && case "$2" in NodeName=*) exit {refuses};; esac
+exit 0
+"""
+
+
+class Bed:
+    """A run's folder and a stand-in for scontrol."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._patch = folder, monkeypatch
+        self.said: list[str] = []
+        (folder / "incidents").mkdir()
+        self.scontrol()
+
+    def scontrol(self, *, state: str = "ALLOCATED", port: int = 1, refuses: int = 0) -> None:
+        program = self.folder / "bin" / "scontrol"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(SCONTROL.format(log=self.folder / "log", state=state, port=port, refuses=refuses))
+        program.chmod(0o755)
+        self._patch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+
+    def orders(
+        self, remedy: NodeRemedy = "auto", nodes: int = 4, drain: tuple[str, ...] = DRAIN
+    ) -> SlurmOrders:
+        names = [f"n{number}" for number in range(nodes)]
+        return SlurmOrders("12", names, self.folder, remedy, self.said.append, drain)
+
+    def incident(self, incident: Incident = CRASH) -> None:
+        path = self.folder / "incidents" / f"{incident.number:04d}.json"
+        path.write_bytes(incident_to_json(incident))
+
+    @property
+    def given(self) -> list[str]:
+        """Orders that change something."""
+        lines = (self.folder / "log").read_text().splitlines() if (self.folder / "log").exists() else []
+        return [line for line in lines if not line.startswith("show")]
+
+
+@pytest.fixture
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    return Bed(tmp_path, monkeypatch)
+
+
+def test_a_lost_node_is_drained_once_with_a_reason(bed: Bed) -> None:
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    bed.incident(replace(CRASH, status="relieved"))
+    asyncio.run(orders.look())
+    assert bed.given == [
+        f"update NodeName=n2 State=DRAIN Reason={REASON}",
+        f"update JobId=12 Comment={REASON}",
+    ]
+    assert bed.said == [f"drained n2: {REASON}"]
+    assert orders.bad == ["n2"]
+
+
+def test_by_default_it_is_said(bed: Bed) -> None:
+    orders = bed.orders("advise")
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.given == [f"update JobId=12 Comment={REASON}"]
+    assert bed.said == [f"n2 should be drained: {REASON} (--node-remedy=auto does it)"]
+
+
+def test_off_means_off(bed: Bed) -> None:
+    orders = bed.orders("off")
+    bed.incident()
+    asyncio.run(orders.look())
+    assert (bed.given, bed.said, orders.bad) == ([], [], [])
+
+
+def test_a_node_that_answers_is_left_alone(bed: Bed) -> None:
+    async def look() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            bed.scontrol(port=server.sockets[0].getsockname()[1])
+            await orders.look()
+
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(look())
+    assert (bed.given, bed.said, orders.bad) == ([], [], [])
+
+
+@pytest.mark.parametrize("state", ["DRAINED*", "DOWN+NOT_RESPONDING", "IDLE+DRAIN"])
+def test_somebody_elses_drain_stays_as_it_is(bed: Bed, state: str) -> None:
+    bed.scontrol(state=state)
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.given == [f"update JobId=12 Comment={REASON}"]
+    assert bed.said == [f"n2 is drained or down already; {REASON}"]
+
+
+def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) -> None:
+    bed.scontrol(refuses=1)
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.said == [f"Slurm does not drain n2 (exit code 1): the job keeps it; {REASON}"]
+    assert asyncio.run(orders.requeue())
+    assert bed.given[-4:] == [
+        "requeuehold 12",
+        "update JobId=12 ExcNodeList=n2",
+        "release 12",
+        "update JobId=12 StartTime=now",
+    ]
+
+
+def test_many_lost_at_once_are_the_networks(bed: Bed) -> None:
+    orders = bed.orders(nodes=19)
+    bed.incident(replace(CRASH, culprits=(LOST, replace(LOST, node="n3"))))
+    asyncio.run(orders.look())
+    assert (bed.given, bed.said) == ([], [])
+
+
+def test_no_more_are_drained_than_the_budget_allows(bed: Bed) -> None:
+    orders = bed.orders()
+    for number in (1, 2):
+        bed.incident(replace(CRASH, number=number, culprits=(replace(LOST, node=f"n{number}"),)))
+        asyncio.run(orders.look())
+    assert [line.split()[1] for line in bed.given] == ["NodeName=n1", "JobId=12", "JobId=12"]
+    assert "is left as it is, as other nodes were drained within the hour" in bed.said[1]
+
+
+def test_a_site_has_its_own_command_without_a_shell(bed: Bed) -> None:
+    orders = bed.orders(drain=("scontrol", "site", "{node}; touch x", "{reason}"))
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.given[0] == f"site n2; touch x {REASON}"
+    assert not Path("x").exists()
+
+
+def test_incidents_of_an_earlier_run_count_not(bed: Bed) -> None:
+    bed.incident()
+    orders = bed.orders()
+    asyncio.run(orders.look())
+    assert (bed.given, bed.said) == ([], [])
+
+
+def test_without_scontrol_nothing_is_done(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(bed.folder))
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert (bed.said, orders.bad) == ([], []), "whether the node answers is not known"
