@@ -29,6 +29,7 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, Place
 from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.controller.late_names import address_in_time
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
@@ -112,7 +113,9 @@ class Launcher:
             self._controller.start()
             await self._course.until(self._controller.is_ready())
         else:
-            self._controller.at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
+            patience_s = job.rendezvous.join_timeout_s
+            finding = address_in_time(endpoint.host, os.environ, patience_s, self._run.say)
+            self._controller.at = Endpoint(await self._course.until(finding), endpoint.port)
         self._run.note(f"joining the other nodes at {self._controller.at}")
         link = self._connect()
         return await self._course.until(link.join(job.rendezvous.join_timeout_s))

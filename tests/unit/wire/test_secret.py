@@ -119,9 +119,7 @@ def test_taken_as_kubernetes_mounts_it_for_a_pods_user(mount: Path) -> None:
         (0o440, USER + 1, FS_GROUP, "mode 0440"),
     ],
 )
-def test_refused_as_others_might_mount_it(
-    mount: Path, mode: int, owner: int, group: int, said: str
-) -> None:
+def test_refused_as_others_might_mount_it(mount: Path, mode: int, owner: int, group: int, said: str) -> None:
     give(mount.parent, mode, owner, group)
     told = read_as(mount, FS_GROUP)
     assert said in told

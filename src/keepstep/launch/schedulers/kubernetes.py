@@ -24,12 +24,17 @@ _NAMES = (
 )  # customary names for spec.nodeName of the downward API
 
 
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Whether this process runs in a pod, by the variables that the kubelet sets in every container."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
+
+
 def allocation_of(environ: Mapping[str, str], fqdn: str) -> Allocation | None:
     """What Kubernetes says in a pod; None elsewhere. ``fqdn``: the pod's name with its subdomain, from its hosts file.
 
     Raises UsageError for a variable of another form.
     """
-    if not environ.get("KUBERNETES_SERVICE_HOST") or "TORCHELASTIC_RUN_ID" in environ:
+    if not is_pod(environ) or "TORCHELASTIC_RUN_ID" in environ:
         return None
     node = next((environ[name] for name in _NAMES if environ.get(name)), "")
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
