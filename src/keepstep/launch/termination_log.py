@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 
+from keepstep.core.exit_codes import Category
 from keepstep.core.log_lines import one_line
+from keepstep.core.ranges import fold_nodes
 from keepstep.detect.secrets import blanked
 
 MOST_BYTES = 4096
 """Kubernetes takes so many bytes of one container."""
+
+
+def message(code: int, category: Category, reason: str, incident: str, nodes: Sequence[str]) -> str:
+    """How a job ended, in one line. ``incident`` and ``nodes``: of the newest verdict, where this node has one."""
+    found = f"; incident {incident}" if incident else ""
+    blamed = f"; nodes blamed: {fold_nodes(nodes)}" if nodes else ""
+    return f"keepstep: exit code {code} ({category}){blamed}{found}: {reason}"
 
 
 def leave_message(path: str, text: str) -> bool:

@@ -106,7 +106,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def _is_mounted_for_us(status: os.stat_result) -> bool:
-    """Whether it is as Kubernetes mounts a secret: root's, and besides only a group that is ours (fsGroup) may read it."""
+    """Whether it is as Kubernetes mounts a secret: root's, and only a group of ours (fsGroup) may read it besides."""
     is_ours = status.st_gid in (os.getegid(), *os.getgroups())
     return status.st_uid == 0 and is_ours and not status.st_mode & 0o037
 
@@ -116,8 +116,8 @@ def _refuse_shared(path: Path, status: os.stat_result) -> None:
         raise AuthenticationError(f"{path}: is not a regular file; the secret must be one, with mode 0600")
     if status.st_mode & 0o077 and not _is_mounted_for_us(status):
         raise AuthenticationError(
-            f"{path}: can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}, "
-            "or in a pod mount the secret with defaultMode 0440"
+            f"{path}: can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run: chmod 600 {path} (in a pod: mount the secret with defaultMode 0440)"
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise AuthenticationError(

@@ -11,9 +11,9 @@ from keepstep.control.membership.ending import Ending
 from keepstep.control.membership.peers import Admission, Peers
 from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.wire.messages import Council, Placement, Spare, Stop
 
-_EXCLUDED = 1  # exit code of a launcher that was excluded
 _MOST_TEXT = 500  # characters of a reason that is sent to a launcher
 
 
@@ -72,7 +72,9 @@ class Placing:
         if peer is not None:
             self.rendezvous.leave(order.launcher, peer)
             self.councils.electors.leaves(order.launcher)
-            self.effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
+            self.effects.append(
+                Send((peer,), Stop(TEMPORARY_FAILURE, order.reason[:_MOST_TEXT], kind="hardware"))
+            )
 
     def agreed(self) -> None:
         """Electors have agreed on the table: tell everybody their places, and end whom it leaves out."""

@@ -230,6 +230,10 @@ class Member:
         self._halt, self._ended = self._halted, None
         return [self._said_halted()]
 
+    def leaves(self, text: str) -> list[wire.Message]:
+        """Tell that this node leaves a job that goes on: its place is free as soon as the connection ends."""
+        return [wire.Bye(text[:_MOST_TEXT])]
+
     def ended(self, exit_code: int, text: str, kind: TemporaryKind = "") -> list[wire.Message]:
         """Tell that this node's workers have ended, and begin again only by order; or that a spare leaves."""
         by_operator = self.stop is not None and self.stop.by_operator
