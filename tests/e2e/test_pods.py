@@ -52,12 +52,48 @@ class Pods:
         self.running[index] = self.bed.hosts[host].start(command, pod)
         return run
 
+    def leader(self) -> str:
+        """The host of the job's controller, once it has moved."""
+        runs = [run for run in self.folder.glob("run-*") if read(run / "run.json").get("term", 0) > 1]
+        return read(runs[0] / "run.json")["host"] if runs else ""
+
     def end(self, index: int, host: str) -> beds.Result:
         """End a pod as the kubelet does, from outside of its container."""
         pod = self.running.pop(index)
         (launcher,) = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
         os.kill(int(launcher), signal.SIGTERM)
         return beds.collect({host: pod}, PATIENCE_S)[host]
+
+
+def test_the_first_pod_comes_again_and_shows_others_the_way(tmp_path: Path) -> None:
+    """Nobody has the folder in which the moved controller's address is."""
+    if reason := beds.missing():
+        pytest.skip(reason)
+    with beds.four_hosts((0, 5 * HOURS, 11 * HOURS, 30 * HOURS, HOURS)) as bed:
+        pods = Pods(bed, tmp_path)
+        pods.name_first("node-a")
+        first = pods.start(0, "node-a")
+        for index, host in ((1, "node-b"), (2, "node-c")):
+            pods.start(index, host)
+        until(lambda: backed_up(first) >= 6)
+        bed.hosts["node-a"].shut_down()
+        pods.name_first("node-d")
+        pods.start(0, "node-d")
+        until((tmp_path / "start-0-1").exists)
+        leader = until(pods.leader)
+        run = next(one for one in tmp_path.glob("run-*") if read(one / "run.json").get("host") == leader)
+        until(lambda: backed_up(run) >= 6)
+        index, host = (2, "node-c") if leader == "node-b" else (1, "node-b")
+        left = pods.end(index, host)
+        pods.start(index, "node-e")
+        until((tmp_path / f"start-{index}-2").exists)
+        (tmp_path / "go").touch()
+        results = beds.collect({str(index): one for index, one in pods.running.items()}, PATIENCE_S)
+    assert left.returncode == 75, left
+    assert [one.returncode for one in results.values()] == [0, 0, 0], results
+    assert "the controller is at" in results["0"].stderr
+    assert all(int((tmp_path / f"start-{rank}-2").read_text()) >= 6 for rank in range(3))
+    assert read(run / "end.json")["exit_code"] == 0
 
 
 def test_pods_come_late_and_come_again(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Reach, Send, StoreCouncil, StorePlacement, Tell
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
-from keepstep.control.membership.peers import Admission, Peers
+from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
-from keepstep.wire.messages import Council, Placement, Spare, Stop
+from keepstep.wire.messages import Council, Moved, Placement, Spare, Stop
 
 _MOST_TEXT = 500  # characters of a reason that is sent to a launcher
 
@@ -85,6 +85,12 @@ class Placing:
         for order in excluded:
             if order.launcher not in self.rendezvous.placements:
                 self.exclude(order)
+
+    def moved(self, sender: Peer, message: Moved) -> None:
+        """The controller of this job is elsewhere: send the launchers there, unless they have places from this one."""
+        if sender.role == "client" and not self.rendezvous.placements:
+            peers = tuple(number for number, peer in self.peers.connected.items() if peer.role == "launcher")
+            self.effects.append(Send(peers, message))
 
     def reach(self, table: dict[Launcher, Placement]) -> None:
         """Find out which launchers can be reached as electors."""

@@ -73,6 +73,7 @@ class Link:
                 changed=self._look,
                 led=lambda: self.member.led(now_s()),
             )
+        self.is_late = False  # the controller had moved before this launcher began
         self.connected = asyncio.Event()  # the newest controller is connected
         self.has_met = False  # a controller of this job has ever been connected
 
@@ -259,6 +260,9 @@ class Link:
         elector = self.member.elector
         if elector is not None and isinstance(message, wire.Welcome):
             self._on_welcome()
+        elif elector is not None and elector.council is None and isinstance(message, wire.Moved):
+            elector.learned(wire.Leads(message.term, message.address, message.port))
+            self.is_late = True
         elif elector is not None and isinstance(message, wire.Council) and not self.member.is_void:
             kept = elector.received(message, now_s())
             self.send([kept] if kept is not None else [])

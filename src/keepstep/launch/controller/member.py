@@ -112,7 +112,7 @@ class Member:
         join = structs.replace(self._join, unix_s=self._unix_s())
         if self.placement is not None:
             join = structs.replace(join, node_rank=node_rank, incarnation=self.incarnation)
-        if self.elector is not None and self.elector.council is not None:
+        if self.elector is not None and self.elector.term:
             join = structs.replace(join, hosts_controller=self.elector.leads > 0)
         said: list[wire.Message] = [
             wire.Hello("launcher", join.node, node_rank, self._pid, max(self.incarnation, 0)),
