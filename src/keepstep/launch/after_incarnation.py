@@ -21,7 +21,6 @@ from keepstep.launch.course import EndedEarly, Outcome, Parts
 from keepstep.launch.signals import TERMINATED, Ending, end_time, restart_is_vain
 from keepstep.launch.termination_log import leave_message, message
 from keepstep.launch.workers import incarnation, root_cause
-from keepstep.report.ended_run import newest_verdict
 
 _EXIT_BARRIER_S = 300.0
 _DRAIN_S = 1.0
@@ -203,8 +202,7 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     if controller.is_here:
         run.ended(code, outcome.reason, category, course.kind_of(outcome))
     if code:
-        told = message(code, category, outcome.reason, *newest_verdict(run.folder))
-        leave_message(run.job.termination_log, told)
+        leave_message(run.job.termination_log, message(code, category, outcome.reason, run.folder))
     return code
 
 

@@ -165,10 +165,13 @@ def test_the_containers_last_message_is_left_where_there_is_a_file(tmp_path: Pat
     assert not leave_message("/dev/full", "x")
 
 
-def test_the_last_message_is_the_verdict_in_one_line() -> None:
-    assert message(75, "infrastructure", "node gpu-3 lost", "0002", ["gpu-3", "gpu-4"]) == (
-        "keepstep: exit code 75 (infrastructure); nodes blamed: gpu-[3-4]; incident 0002: node gpu-3 lost"
-    )
-    assert message(2, "unusable", "train.py: no such script", "", []) == (
-        "keepstep: exit code 2 (unusable): train.py: no such script"
+def test_the_last_message_is_the_verdict_in_one_line(tmp_path: Path) -> None:
+    told = "keepstep: exit code 7 (training): rank 0: Connection closed by peer"
+    assert message(7, "training", "rank 0: Connection closed by peer", tmp_path) == told
+    (tmp_path / "incidents").mkdir()
+    culprits = '[{"node": "gpu-3"}, {"node": "gpu-4"}]'
+    (tmp_path / "incidents/0002.json").write_text(f'{{"culprits": {culprits}}}')
+    (tmp_path / "incidents/0002.txt").write_text("CRASH     step 7  rank 3 died\ncause     node\n")
+    assert message(7, "training", "rank 0: Connection closed by peer", tmp_path) == (
+        f"{told}; nodes blamed: gpu-[3-4]; incident 0002: CRASH step 7 rank 3 died"
     )
