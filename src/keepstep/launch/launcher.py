@@ -262,7 +262,7 @@ class Launcher:
             said = self._crew.said
             sender, in_pod = signals.sender_of(number), is_pod(os.environ)
             course.ending = signals.ending(number, sender, end_s, time.time(), said, in_pod=in_pod)
-            leaves = course.ending.of_pod and course.together and course.place is not None
+            leaves = course.ending.of_pod and course.together
             what = "this node leaves the job" if leaves else "the job ends"
             self._run.say(f"{course.ending.text}: {what}")
             if leaves and not course.has_parted:

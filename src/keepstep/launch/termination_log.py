@@ -11,7 +11,6 @@ from keepstep.core.exit_codes import Category
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes
 from keepstep.detect.secrets import blanked
-from keepstep.report.ended_run import newest_verdict, verdict_line
 
 MOST_BYTES = 4096
 """Kubernetes takes so many bytes of one container."""
@@ -19,6 +18,8 @@ MOST_BYTES = 4096
 
 def message(code: int, category: Category, reason: str, folder: Path) -> str:
     """How a job ended, in one line, with the newest verdict where this node's run folder has it."""
+    from keepstep.report.ended_run import newest_verdict, verdict_line  # here, because it loads msgspec
+
     incident, nodes = newest_verdict(folder)
     blamed = f"; nodes blamed: {fold_nodes(nodes)}" if nodes else ""
     found = f"; incident {incident}: {verdict_line(folder, incident)}" if incident else ""
