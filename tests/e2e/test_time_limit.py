@@ -40,7 +40,9 @@ def test_a_sigterm_near_the_end_of_the_jobs_time_is_its_time_limit(run: Run, tmp
     (end,) = run.folder.glob("**/end.json")
     told = json.loads(end.read_text())
     assert (told["exit_code"], told["cause"]) == (75, {"class": "other", "kind": "time-limit"})
-    assert log.read_text().startswith("keepstep: exit code 75: the job's time is over (SIGTERM from pid")
+    assert log.read_text().startswith(
+        "keepstep: exit code 75 (scheduler): the job's time is over (SIGTERM from pid"
+    )
     assert run.left() == []
 
 

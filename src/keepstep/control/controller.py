@@ -52,6 +52,7 @@ from keepstep.wire.messages import (
     Locate,
     Measured,
     Message,
+    Moved,
     Operate,
     Placement,
     Probed,
@@ -469,6 +470,7 @@ class Controller:
         Operate: _operate,
         Validate: _validate,
         Join: _join,
+        Moved: lambda self, sender, message, now_s: self.placing.moved(sender, message),
         Ended: _ended,
         Bye: _bye,
     }
@@ -479,9 +481,7 @@ class Controller:
         Kept: _kept,
     }
     _FROM_NODES: ClassVar[_Handlers] = {
-        **dict.fromkeys(
-            (Profile, States, Probed), lambda self, one, it, at: self.cases.answered(one, it, at)
-        ),
+        **dict.fromkeys((Profile, States, Probed), lambda self, by, it, at: self.cases.answered(by, it, at)),
         **dict.fromkeys((Held, Measured), _tested),
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),

@@ -40,12 +40,25 @@ def real_path(path: Path) -> Path:
 
 
 def open_to_all(path: Path) -> Path | None:
-    """The folder above ``path`` in which everybody may rename files; None when there is none."""
+    """The folder above ``path`` in which everybody may rename files; None when there is none.
+
+    An ``emptyDir`` is no such folder, although it comes with this mode: only containers of its pod see it.
+    """
     for one in path.parents:
         mode = one.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and not is_empty_dir(one):
             return one
     return None
+
+
+def is_empty_dir(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether Kubernetes has mounted an ``emptyDir`` here, as the path tells from which the kubelet mounts one."""
+    with suppress(OSError, UnicodeDecodeError):
+        for line in mounts.read_text().splitlines():
+            root, point = line.split()[3:5]
+            if point == str(path) and "/volumes/kubernetes.io~empty-dir/" in root:
+                return True
+    return False
 
 
 def make_folder(path: Path) -> None:

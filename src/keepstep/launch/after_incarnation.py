@@ -19,7 +19,7 @@ from keepstep.launch.command import addresses
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import EndedEarly, Outcome, Parts
 from keepstep.launch.signals import TERMINATED, Ending, end_time, restart_is_vain
-from keepstep.launch.termination_log import leave_message
+from keepstep.launch.termination_log import leave_message, message
 from keepstep.launch.workers import incarnation, root_cause
 
 _EXIT_BARRIER_S = 300.0
@@ -183,7 +183,9 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     run, course, controller = parts.run, parts.course, parts.controller
     if outcome.kind == "stopped" and (outcome.code or course.stopped_by_hand):
         run.say(f"the job was ended: {outcome.reason}")
-    if not course.has_parted:
+    if course.leaving:
+        await course.leaving
+    elif not course.has_parted:
         await _part(parts, outcome)
     await controller.settled()
     controller.may_end()  # one that is ready only now is not met any more
@@ -196,10 +198,11 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
     parts.watching.close()
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code
+    category = course.category_of(outcome, code)
     if controller.is_here:
-        run.ended(code, outcome.reason, course.category_of(outcome, code), course.kind_of(outcome))
+        run.ended(code, outcome.reason, category, course.kind_of(outcome))
     if code:
-        leave_message(run.job.termination_log, f"keepstep: exit code {code}: {outcome.reason}")
+        leave_message(run.job.termination_log, message(code, category, outcome.reason, run.folder))
     return code
 
 
@@ -210,6 +213,16 @@ async def sweep(parts: Parts) -> None:
     if parts.controller.pid:
         ours |= {parts.controller.pid}
     await incarnation.sweep(ours, processes.sessions, parts.course.kill_now)
+
+
+async def leave_alone(parts: Parts, reason: str) -> None:
+    """Leave a job that goes on: another launcher may have this node's place at once."""
+    link = parts.course.link
+    assert link is not None
+    parts.course.has_parted = True
+    link.send(link.member.leaves(reason))
+    await link.drained(_DRAIN_S)
+    await link.close()
 
 
 async def _part(parts: Parts, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.log_lines import one_line
 from keepstep.launch.course import Outcome, Parts
 
@@ -83,7 +84,8 @@ class Orders:
 
     def _on_stop(self, stop: Stop) -> None:
         course = self._course
-        course.stop_code = 0 if self._is_spare else stop.exit_code
+        # A spare has not failed with the job, but is to be started again with it.
+        course.stop_code = 0 if self._is_spare and stop.exit_code != TEMPORARY_FAILURE else stop.exit_code
         course.stopped_by_hand, course.stop_kind = stop.by_operator, stop.kind
         course.job_over.set()
         self._parts.controller.may_end()

@@ -72,6 +72,7 @@ class Course:
         )
         # This node has begun to part: it says that its workers ended, and waits for the others.
         self.has_parted = False
+        self.leaving: asyncio.Task[None] | None = None  # tells the controller that this node alone leaves
 
     @property
     def together(self) -> bool:

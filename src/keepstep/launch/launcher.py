@@ -23,18 +23,28 @@ from keepstep.core.incident import Recovery
 from keepstep.core.process_mark import machine_mark
 from keepstep.core.ranges import fold_ranks
 from keepstep.launch import signals
-from keepstep.launch.after_incarnation import after, may_follow, say_goodbye, sweep, tell_failed, tell_found
+from keepstep.launch.after_incarnation import (
+    after,
+    leave_alone,
+    may_follow,
+    say_goodbye,
+    sweep,
+    tell_failed,
+    tell_found,
+)
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, Place
 from keepstep.launch.controller.hosting import Hosting
+from keepstep.launch.controller.late_names import address_in_time
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.agent_process import Watching
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, alike, versions
+from keepstep.launch.schedulers.kubernetes import is_pod
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers
@@ -112,7 +122,9 @@ class Launcher:
             self._controller.start()
             await self._course.until(self._controller.is_ready())
         else:
-            self._controller.at = Endpoint(addresses.resolve(endpoint.host)[0], endpoint.port)
+            patience_s = job.rendezvous.join_timeout_s
+            finding = address_in_time(endpoint.host, os.environ, patience_s, self._run.say)
+            self._controller.at = Endpoint(await self._course.until(finding), endpoint.port)
         self._run.note(f"joining the other nodes at {self._controller.at}")
         link = self._connect()
         return await self._course.until(link.join(job.rendezvous.join_timeout_s))
@@ -248,11 +260,17 @@ class Launcher:
         if course.signalled is None:
             end_s = signals.end_time(os.environ, self._job.end_unix_s)
             said = self._crew.said
-            course.ending = signals.ending(number, signals.sender_of(number), end_s, time.time(), said)
-            self._run.say(f"{course.ending.text}: the job ends")
+            sender, in_pod = signals.sender_of(number), is_pod(os.environ)
+            course.ending = signals.ending(number, sender, end_s, time.time(), said, in_pod=in_pod)
+            leaves = course.ending.of_pod and course.together
+            what = "this node leaves the job" if leaves else "the job ends"
+            self._run.say(f"{course.ending.text}: {what}")
+            if leaves and not course.has_parted:
+                leaving = leave_alone(self._parts, course.ending.text)
+                course.leaving = asyncio.get_running_loop().create_task(leaving)
             # A worker that had failed of its own before did not end because of this.
             is_cause = all(one.status in signals.TERMINATED for one in self._crew.failures)
-            if course.link and course.ending.kind and is_cause:
+            if course.link and course.ending.kind and is_cause and not leaves:
                 row = signals.ROWS[course.ending.kind]
                 course.link.send(course.link.member.told_to_end(row, course.ending.text, time.time()))
         course.signalled = course.signalled or number

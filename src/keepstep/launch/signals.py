@@ -60,6 +60,7 @@ class Ending:
     number: signal.Signals
     text: str
     kind: TemporaryKind = ""
+    of_pod: bool = False  # Kubernetes ends this node's pod; whether it ends the job is not known
 
     @property
     def exit_code(self) -> int:
@@ -115,6 +116,8 @@ def ending(
     end_unix_s: float | None,
     now_unix_s: float,
     words: Callable[[], Iterable[str]] = lambda: (),
+    *,
+    in_pod: bool = False,
 ) -> Ending:
     """What a signal that ends the job means.
 
@@ -123,6 +126,7 @@ def ending(
         end_unix_s: when the job's time is over.
         now_unix_s: when the signal came.
         words: what each worker has written last; schedulers announce a preemption there.
+        in_pod: whether this process runs in a pod, which the kubelet ends with SIGTERM from outside.
     """
     text = f"{number.name} from {sender}" if sender is not None else f"signal {number.name}"
     if not _may_be_schedulers(number, sender):
@@ -135,6 +139,8 @@ def ending(
         kind, line = found
         why = "the job was preempted" if kind == "preempted" else "the job's time is over"
         return Ending(number, f"{why} ({text}; {line})", kind)
+    if in_pod and number == signal.SIGTERM and sender is not None and sender.pid == 0:
+        return Ending(number, f"the pod is ended ({text})", "preempted", of_pod=True)
     return Ending(number, text)
 
 

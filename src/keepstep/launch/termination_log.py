@@ -5,12 +5,25 @@ from __future__ import annotations
 import os
 import stat
 from contextlib import suppress
+from pathlib import Path
 
+from keepstep.core.exit_codes import Category
 from keepstep.core.log_lines import one_line
+from keepstep.core.ranges import fold_nodes
 from keepstep.detect.secrets import blanked
 
 MOST_BYTES = 4096
 """Kubernetes takes so many bytes of one container."""
+
+
+def message(code: int, category: Category, reason: str, folder: Path) -> str:
+    """How a job ended, in one line, with the newest verdict where this node's run folder has it."""
+    from keepstep.report.ended_run import newest_verdict, verdict_line  # here, because it loads msgspec
+
+    incident, nodes = newest_verdict(folder)
+    blamed = f"; nodes blamed: {fold_nodes(nodes)}" if nodes else ""
+    found = f"; incident {incident}: {verdict_line(folder, incident)}" if incident else ""
+    return f"keepstep: exit code {code} ({category}): {reason}{blamed}{found}"
 
 
 def leave_message(path: str, text: str) -> bool:

@@ -81,3 +81,12 @@ def members_of(run: Path) -> frozenset[str]:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return frozenset()
     return frozenset(one.node for one in status.nodes if one.node)
+
+
+def verdict_line(run: Path, number: str) -> str:
+    """The first line of an incident's verdict; empty where there is none. ``number``: as `newest_verdict` has it."""
+    try:
+        text = read_regular(run / "incidents" / f"{number}.txt", _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    return " ".join(text.partition("\n")[0].split())

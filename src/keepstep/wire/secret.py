@@ -1,5 +1,7 @@
 """The run's secret, which is in a file that only its owner can read, never in an argument or environment variable.
 
+In a pod it is root's, and the group that the pod was given may read it.
+
 Several runs may share one secret, as all runs of a user do by default. So a program proves itself with a ``RunKey``:
 the secret, and the id of the run that the program belongs to.
 """
@@ -75,7 +77,8 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     """Read a secret that ``write_secret`` wrote (or any 32 to 2048 bytes in hex).
 
     Raises:
-        AuthenticationError: the file is missing, readable by others, owned by another user, or holds no secret.
+        AuthenticationError: the file is missing, readable by others than a group to which it was mounted, owned by
+            another user, or holds no secret.
     """
     try:
         # O_NONBLOCK, because opening a FIFO must not block.
@@ -102,12 +105,19 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     return secret
 
 
+def _is_mounted_for_us(status: os.stat_result) -> bool:
+    """Whether it is as Kubernetes mounts a secret: root's, and only a group of ours (fsGroup) may read it besides."""
+    is_ours = status.st_gid in (os.getegid(), *os.getgroups())
+    return status.st_uid == 0 and is_ours and not status.st_mode & 0o037
+
+
 def _refuse_shared(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise AuthenticationError(f"{path}: is not a regular file; the secret must be one, with mode 0600")
-    if status.st_mode & 0o077:
+    if status.st_mode & 0o077 and not _is_mounted_for_us(status):
         raise AuthenticationError(
-            f"{path}: can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
+            f"{path}: can be read or written by others (mode {stat.S_IMODE(status.st_mode):04o}); "
+            f"run: chmod 600 {path} (in a pod: mount the secret with defaultMode 0440)"
         )
     if status.st_uid not in (os.geteuid(), 0):
         raise AuthenticationError(

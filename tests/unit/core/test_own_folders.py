@@ -179,3 +179,16 @@ def test_where_everybody_may_rename_the_run_folder_is_found(tmp_path: Path) -> N
         tmp_path.chmod(mode)
         assert own_folders.open_to_all(tmp_path / "runs") == found
     tmp_path.chmod(0o700)
+
+
+def test_an_empty_dir_is_known_by_the_kubelets_folder(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    kubelets = "/var/lib/kubelet/pods/4c1/volumes"
+    mounts.write_text(
+        f"900 880 8:1 {kubelets}/kubernetes.io~empty-dir/run /run/keepstep rw,relatime - ext4 /dev/sda1 rw\n"
+        f"901 880 8:1 {kubelets}/kubernetes.io~nfs/runs /runs rw,relatime - ext4 /dev/sda1 rw\n"
+    )
+    assert own_folders.is_empty_dir(Path("/run/keepstep"), mounts)
+    assert not own_folders.is_empty_dir(Path("/runs"), mounts)
+    assert not own_folders.is_empty_dir(Path("/run"), mounts)
+    assert not own_folders.is_empty_dir(Path("/run/keepstep"), tmp_path / "none")

@@ -97,6 +97,15 @@ async def test_a_spare_has_not_failed_with_the_job() -> None:
     assert node.course.outcome.result().code == 0
 
 
+@in_a_loop
+async def test_a_spare_of_a_job_that_is_to_be_started_again_is_so_too() -> None:
+    node = Node(member=Member(is_spare=True))
+    node.orders.follow()
+    node.member.stop = stop(75)
+    node.orders.follow()
+    assert node.course.outcome.result().code == 75
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 @in_a_loop
 async def test_a_rank_that_hangs_is_ended_while_a_restart_is_left(restarts: int) -> None:

@@ -18,7 +18,7 @@ from keepstep.launch.signals import (
     pass_on,
     restart_is_vain,
 )  # fmt: skip
-from keepstep.launch.termination_log import MOST_BYTES, leave_message
+from keepstep.launch.termination_log import MOST_BYTES, leave_message, message
 
 SLURM = Sender(812, 0, "slurmstepd")
 TERM, INT = signal.SIGTERM, signal.SIGINT
@@ -94,6 +94,23 @@ def test_a_preemption_is_announced_in_the_last_words_of_a_worker() -> None:
     assert ending(TERM, Sender(77, 1000, "bash"), None, 0.0, lambda: [line]).kind == ""
 
 
+@pytest.mark.parametrize(
+    ("number", "sender", "in_pod", "is_pods"),
+    [
+        (TERM, Sender(0, 0), True, True),
+        (TERM, Sender(0, 0), False, False),  # docker stop
+        (INT, Sender(0, 0), True, False),
+        (TERM, Sender(77, 0, "sh"), True, False),  # kubectl exec
+        (TERM, None, True, False),
+    ],
+)
+def test_the_kubelet_ends_a_pod_from_outside(
+    number: signal.Signals, sender: Sender | None, in_pod: bool, is_pods: bool
+) -> None:
+    found = ending(number, sender, None, 0.0, in_pod=in_pod)
+    assert (found.of_pod, found.exit_code == 75) == (is_pods, is_pods)
+
+
 @pytest.mark.parametrize("text", ["", "x", "-1", "12e9", "0", "9" * 12, "١٢"])
 def test_an_odd_end_time_is_none(text: str) -> None:
     assert end_time({"SLURM_JOB_END_TIME": text}) is None
@@ -146,3 +163,15 @@ def test_the_containers_last_message_is_left_where_there_is_a_file(tmp_path: Pat
     os.mkfifo(tmp_path / "fifo")
     assert not leave_message(str(tmp_path / "fifo"), "x")
     assert not leave_message("/dev/full", "x")
+
+
+def test_the_last_message_is_the_verdict_in_one_line(tmp_path: Path) -> None:
+    told = "keepstep: exit code 7 (training): rank 0: Connection closed by peer"
+    assert message(7, "training", "rank 0: Connection closed by peer", tmp_path) == told
+    (tmp_path / "incidents").mkdir()
+    culprits = '[{"node": "gpu-3"}, {"node": "gpu-4"}]'
+    (tmp_path / "incidents/0002.json").write_text(f'{{"culprits": {culprits}}}')
+    (tmp_path / "incidents/0002.txt").write_text("CRASH     step 7  rank 3 died\ncause     node\n")
+    assert message(7, "training", "rank 0: Connection closed by peer", tmp_path) == (
+        f"{told}; nodes blamed: gpu-[3-4]; incident 0002: CRASH step 7 rank 3 died"
+    )

@@ -8,12 +8,12 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Reach, Send, StoreCouncil, StorePlacement, Tell
 from keepstep.control.membership.council import Councils
 from keepstep.control.membership.ending import Ending
-from keepstep.control.membership.peers import Admission, Peers
+from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
-from keepstep.wire.messages import Council, Placement, Spare, Stop
+from keepstep.core.exit_codes import TEMPORARY_FAILURE
+from keepstep.wire.messages import Council, Moved, Placement, Spare, Stop
 
-_EXCLUDED = 1  # exit code of a launcher that was excluded
 _MOST_TEXT = 500  # characters of a reason that is sent to a launcher
 
 
@@ -72,7 +72,9 @@ class Placing:
         if peer is not None:
             self.rendezvous.leave(order.launcher, peer)
             self.councils.electors.leaves(order.launcher)
-            self.effects.append(Send((peer,), Stop(_EXCLUDED, order.reason[:_MOST_TEXT])))
+            self.effects.append(
+                Send((peer,), Stop(TEMPORARY_FAILURE, order.reason[:_MOST_TEXT], kind="hardware"))
+            )
 
     def agreed(self) -> None:
         """Electors have agreed on the table: tell everybody their places, and end whom it leaves out."""
@@ -83,6 +85,12 @@ class Placing:
         for order in excluded:
             if order.launcher not in self.rendezvous.placements:
                 self.exclude(order)
+
+    def moved(self, sender: Peer, message: Moved) -> None:
+        """The controller of this job is elsewhere: send the launchers there, unless they have places from this one."""
+        if sender.role == "client" and not self.rendezvous.placements:
+            peers = tuple(number for number, peer in self.peers.connected.items() if peer.role == "launcher")
+            self.effects.append(Send(peers, message))
 
     def reach(self, table: dict[Launcher, Placement]) -> None:
         """Find out which launchers can be reached as electors."""

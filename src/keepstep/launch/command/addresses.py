@@ -83,12 +83,29 @@ def listen_address(endpoint: Endpoint) -> str:
     Some distributions map a host's own name to its loopback address. Other nodes then see another address behind the
     name: the one from which packets leave the machine.
     """
-    addresses = resolve(endpoint.host)
+    addresses = _resolve_here(endpoint.host)
     outside = [address for address in addresses if not is_loopback(address)]
     if outside:
         return outside[0]
     named_loopback = endpoint.host == "localhost" or _is_numeric(endpoint.host)
     return addresses[0] if named_loopback else address_towards(ANYWHERE)
+
+
+def _resolve_here(host: str) -> list[str]:
+    """The addresses of a host that is this one. Raises RunError where the name is unknown.
+
+    A pod's name with its subdomain may not be known to the name server yet, or with the address of an earlier pod; its
+    own name alone is in its hosts file.
+    """
+    own = os.uname().nodename
+    try:
+        found = resolve(host)
+    except RunError:
+        if not host.startswith(f"{own}."):
+            raise
+        return resolve(own)
+    is_late = host.startswith(f"{own}.") and not any(_can_bind(address) for address in found)
+    return resolve(own) if is_late else found
 
 
 def own_address(given: str, other: str) -> str:

@@ -37,6 +37,8 @@ def fill_from_scheduler(given: argparse.Namespace, environ: Mapping[str, str], f
     if told.workers and "nproc_per_node" not in given.said:
         given.nproc_per_node = str(told.workers)
     if by_flags:
+        if told.run_id and not told.master and "rdzv_id" not in given.said:
+            given.rdzv_id = told.run_id  # the scheduler itself has set the flags, as PET_…
         return Allocation(name=told.name, node=told.node, failure_domain=told.failure_domain)
     if told.node_rank >= 0 and _is_of_several(given, told):
         _let_meet(given, told)

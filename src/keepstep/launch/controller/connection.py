@@ -21,13 +21,14 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
 from keepstep.launch.controller.elections import Elections, now_s
+from keepstep.launch.controller.late_names import addresses_of
 from keepstep.launch.controller.member import Member
 from keepstep.launch.local_run import LocalRun
 
 PATIENCE_S = 60.0  # seconds that a node without workers waits for a connection before it ends
 _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
-_TRY_S = 5.0  # seconds for which one address is tried
+_TRY_S = 5.0  # seconds for which one address is tried, and after which the host's name is looked up again
 _STRANGER_S = 12.0  # seconds for which another job's controller may still be at this job's address
 
 
@@ -51,7 +52,8 @@ class Link:
         """
         self._run, job = run, run.job
         self.controller = self._told = controller  # the address, as far as it is known, and as it was given
-        self._next_try_s = now_s() + _TRY_S
+        self._next_try_s = self._next_look_up_s = now_s() + _TRY_S
+        self._hosts_controller = join.hosts_controller
         self._ordered, self._elected = ordered, elected
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
@@ -71,6 +73,7 @@ class Link:
                 changed=self._look,
                 led=lambda: self.member.led(now_s()),
             )
+        self.is_late = False  # the controller had moved before this launcher began
         self.connected = asyncio.Event()  # the newest controller is connected
         self.has_met = False  # a controller of this job has ever been connected
 
@@ -170,7 +173,22 @@ class Link:
             met_stranger = self.stranger and now_s() - self._stranger_since_s > _STRANGER_S
             if met_stranger and not self.member.is_spare:  # a spare waits on, as the job may go on elsewhere
                 raise RunError(self.stranger)
+            await self._look_up_again()
             await self._change(_REREAD_SECRET_S)
+
+    async def _look_up_again(self) -> None:
+        """Follow the controller's host to another address, which a pod has that is started anew."""
+        endpoint = self._run.job.rendezvous.endpoint
+        is_late = endpoint is not None and not self.connected.is_set() and now_s() >= self._next_look_up_s
+        if endpoint is None or not is_late or self._hosts_controller:
+            return
+        self._next_look_up_s = now_s() + _TRY_S
+        with contextlib.suppress(RunError):
+            found = await addresses_of(endpoint.host)
+            if self._told.host not in found:
+                before, self._told = self._told, Endpoint(found[0], endpoint.port)
+                if self.controller == before:
+                    self._go_to(self._told)
 
     async def next_place(self) -> Place | None:
         """Wait for the place in the next incarnation; None when the controller stays away for too long."""
@@ -242,6 +260,9 @@ class Link:
         elector = self.member.elector
         if elector is not None and isinstance(message, wire.Welcome):
             self._on_welcome()
+        elif elector is not None and elector.council is None and isinstance(message, wire.Moved):
+            elector.learned(wire.Leads(message.term, message.address, message.port))
+            self.is_late = True
         elif elector is not None and isinstance(message, wire.Council) and not self.member.is_void:
             kept = elector.received(message, now_s())
             self.send([kept] if kept is not None else [])

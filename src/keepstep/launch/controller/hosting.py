@@ -55,6 +55,7 @@ class Hosting:
         self.has_given_up = False  # the controller died too often
         self._lost = ""
         self._moving: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -156,6 +157,10 @@ class Hosting:
         assert elector is not None
         if self._moving is not None and not self._moving.done():
             return
+        if link.is_late and self.is_here and not elector.leads:
+            self.is_here = (
+                False  # what runs here shows others that come late the way, as nobody has a place from it
+            )
         if elector.inheritance is not None and elector.leads != (self.term if self.is_here else 0):
             self._moving = asyncio.get_running_loop().create_task(self._move(link, elector, elector.leads))
         elif not elector.leads and link.connected.is_set() and link.controller != self.met_at:
@@ -176,12 +181,17 @@ class Hosting:
     async def stop(self) -> None:
         """End the controller's process, if it runs here."""
         self._begun.set()
+        if self._telling:
+            self._telling.cancel()
         if self._process:
             await self._process.stop(self._job.linger_s)
             self._process = None
 
     async def _move(self, link: Link, elector: Elector, term: int) -> None:
         import msgspec
+
+        from keepstep import wire
+        from keepstep.launch.controller.late_comers import tell_late_comers
 
         await self.stop()
         self.is_here = False
@@ -200,26 +210,37 @@ class Hosting:
             link.resign()
             return
         self.is_here, self.term = True, term
-        self.at = self.met_at = Endpoint(link.address, addresses.free_port(link.address))
+        self.at = self.met_at = Endpoint(link.address, self._port_at(link.address))
         self._run.say(f"the controller's node is away; it runs here now, at {self.at}")
         self._launch()
         elector.serves(self.at.port)
         self._on_moved()
+        moved = wire.Moved(term, self.at.host, self.at.port)
+        self._telling = asyncio.get_running_loop().create_task(tell_late_comers(self._run, moved))
+
+    def _port_at(self, address: str) -> int:
+        """A port for a controller that comes here: where the job began the same one, which late comers know."""
+        meeting = self._job.rendezvous
+        began_here = meeting.backend == "static" and meeting.node_rank == 0
+        port = meeting.endpoint.port if meeting.endpoint and began_here else 0
+        return port if port and not addresses.is_taken(address, port) else addresses.free_port(address)
 
     def _launch(self) -> None:
+        assert self.at is not None
+        at = self.at
+
         def ready(said: dict[str, object]) -> None:
-            assert self.at is not None
+            nonlocal at
             port = said.get("port")
             if isinstance(port, int):
-                self.at = replace(self.at, port=port)  # a later start has to use the same port
+                self.at = at = replace(at, port=port)  # a later start has to use the same port
             if not self._ready.is_set():
                 self._ready.set()
                 self._on_ready()
             self._begun.set()
 
         def command() -> list[str]:
-            assert self.at is not None
-            where = (self._job, self._run.folder, self._run.secret, self.at)
+            where = (self._job, self._run.folder, self._run.secret, at)
             return controller_command(*where, seat=self.seat, term=self.term)
 
         def gave_up(reason: str) -> None:

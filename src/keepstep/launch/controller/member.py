@@ -112,7 +112,7 @@ class Member:
         join = structs.replace(self._join, unix_s=self._unix_s())
         if self.placement is not None:
             join = structs.replace(join, node_rank=node_rank, incarnation=self.incarnation)
-        if self.elector is not None and self.elector.council is not None:
+        if self.elector is not None and self.elector.term:
             join = structs.replace(join, hosts_controller=self.elector.leads > 0)
         said: list[wire.Message] = [
             wire.Hello("launcher", join.node, node_rank, self._pid, max(self.incarnation, 0)),
@@ -229,6 +229,10 @@ class Member:
         self._halted = max(self._halted, self._halt, self._running)
         self._halt, self._ended = self._halted, None
         return [self._said_halted()]
+
+    def leaves(self, text: str) -> list[wire.Message]:
+        """Tell that this node leaves a job that goes on: its place is free as soon as the connection ends."""
+        return [wire.Bye(text[:_MOST_TEXT])]
 
     def ended(self, exit_code: int, text: str, kind: TemporaryKind = "") -> list[wire.Message]:
         """Tell that this node's workers have ended, and begin again only by order; or that a spare leaves."""

@@ -2,6 +2,8 @@
 
 TrainJob and PyTorchJob of Kubeflow set torchrun's ``PET_…``, which count as its flags. Volcano's and Kubeflow's older
 plugins set ``MASTER_ADDR``, ``RANK`` and ``WORLD_SIZE`` of pods; an indexed Job, and so a JobSet, numbers its pods.
+
+The first pod's name without its number is the job's id: a pod's address may be given to a pod of another job.
 """
 
 from __future__ import annotations
@@ -24,16 +26,22 @@ _NAMES = (
 )  # customary names for spec.nodeName of the downward API
 
 
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Whether this process runs in a pod, by the variables that the kubelet sets in every container."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
+
+
 def allocation_of(environ: Mapping[str, str], fqdn: str) -> Allocation | None:
     """What Kubernetes says in a pod; None elsewhere. ``fqdn``: the pod's name with its subdomain, from its hosts file.
 
     Raises UsageError for a variable of another form.
     """
-    if not environ.get("KUBERNETES_SERVICE_HOST") or "TORCHELASTIC_RUN_ID" in environ:
+    if not is_pod(environ) or "TORCHELASTIC_RUN_ID" in environ:
         return None
     node = next((environ[name] for name in _NAMES if environ.get(name)), "")
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
-        return Allocation(name=_JOB, node=node)
+        master = environ.get("PET_MASTER_ADDR") or environ.get("PET_RDZV_ENDPOINT", "")
+        return Allocation(name=_JOB, run_id=_stem(master.partition(":")[0].partition(".")[0], 0), node=node)
     if environ.get("MASTER_ADDR") and environ.get("WORLD_SIZE") and environ.get("RANK"):
         return _of_pods(environ, node)
     if environ.get(_VOLCANO_INDEX):
@@ -49,7 +57,13 @@ def _of_pods(environ: Mapping[str, str], node: str) -> Allocation:
         raise UsageError(f"RANK={rank} with WORLD_SIZE={pods}: a pod's rank is from 0 to WORLD_SIZE - 1")
     port = number_in(environ, "MASTER_PORT", 65535) or PORT
     return Allocation(
-        name=_JOB, nodes=pods, node_rank=rank, master=environ["MASTER_ADDR"], port=port, node=node
+        name=_JOB,
+        nodes=pods,
+        node_rank=rank,
+        master=environ["MASTER_ADDR"],
+        port=port,
+        run_id=_stem(environ["MASTER_ADDR"].partition(".")[0], 0),
+        node=node,
     )
 
 

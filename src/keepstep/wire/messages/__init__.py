@@ -34,13 +34,14 @@ AgentMessage = (
     | Bye
 )
 LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Words | Ended | Bye
-ClientMessage = Hello | Validate | Operate | Bye
+ClientMessage = Hello | Validate | Operate | Moved | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
     | Placement
     | Council
     | Spare
+    | Moved
     | Halt
     | Seal
     | Kill

@@ -198,6 +198,17 @@ class Spare(Message, frozen=True):
     nodes: int  # number of nodes in the job
 
 
+class Moved(Message, frozen=True):
+    """The job's controller is elsewhere: from its host to a later controller where the job began, and on to launchers.
+
+    A controller that has given out places ignores it.
+    """
+
+    term: limits.Term
+    address: limits.Host
+    port: limits.Port
+
+
 class Halt(Message, frozen=True):
     """To launchers: end your workers of ``incarnation``, answer `Halted`, and wait for the next placement."""
 

@@ -21,6 +21,21 @@ def test_torchruns_variables_are_flags_and_only_the_node_is_named() -> None:
     assert (told.nodes, told.node_rank, told.master, told.node) == (0, -1, "", "gpu-7")
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "run_id"),
+    [
+        ("PET_MASTER_ADDR", "train-node-0-0.train", "train-node-0"),  # TrainJob
+        ("PET_MASTER_ADDR", "train-master-0", "train-master"),  # PyTorchJob
+        ("PET_RDZV_ENDPOINT", "train-worker-0:23456", "train-worker"),  # PyTorchJob with elasticPolicy
+        ("PET_MASTER_ADDR", "10.0.0.1", ""),
+    ],
+)
+def test_the_first_pods_name_tells_the_job_from_others(variable: str, value: str, run_id: str) -> None:
+    told = allocation_of({**POD, "PET_NNODES": "4", variable: value}, "a-1")
+    assert told is not None
+    assert told.run_id == run_id
+
+
 def test_pods_of_pytorchjob_and_volcano_know_their_master() -> None:
     env = {**POD, "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "4", "RANK": "3"}
     told = allocation_of(env, "job-worker-2")

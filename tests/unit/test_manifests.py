@@ -1,0 +1,224 @@
+"""The ready manifests: their schemas, what keepstep relies on, and that their command lines mean what they say."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.launch.command import job as jobs
+from keepstep.launch.command.job import Job, job_from_command_line
+
+yaml = pytest.importorskip("yaml")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+models = pytest.importorskip("kubeflow_trainer_api.models")
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FOLDER = DEPLOY / "kubernetes"
+FILES = ("job", "jobset", "trainjob", "pytorchjob", "volcano")
+VERSIONS = ("1.29", "1.37")
+NODES, PODS, RANKS = 4, 5, 8
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
+
+
+def found(here: Any, key: str) -> Iterator[Any]:
+    """All values of a key, wherever they are."""
+    if isinstance(here, dict):
+        for one, value in here.items():
+            if one == key:
+                yield value
+            yield from found(value, key)
+    elif isinstance(here, list):
+        for one in here:
+            yield from found(one, key)
+
+
+def pod_specs(name: str) -> list[dict[str, Any]]:
+    return [spec for spec in found(documents(name), "spec") if "containers" in spec]
+
+
+def job_specs(name: str) -> list[dict[str, Any]]:
+    return [spec for spec in found(documents(name), "spec") if "podFailurePolicy" in spec]
+
+
+def test_there_are_no_others() -> None:
+    assert {path.stem for path in FOLDER.glob("*")} == set(FILES)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", FILES)
+def test_kubernetes_own_objects_and_all_pods_fit_their_schemas(name: str, version: str) -> None:
+    own = [one for one in documents(name) if one["apiVersion"] in ("v1", "batch/v1")]
+    pods = [{"apiVersion": "v1", "kind": "Pod", "spec": spec} for spec in pod_specs(name)]
+    batch = [{"apiVersion": "batch/v1", "kind": "Job", "spec": spec} for spec in job_specs(name)]
+    assert pods
+    for one in (*own, *pods, *batch):
+        one.setdefault("metadata", {"name": "train"})
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["jobset", "trainjob"])
+def test_kubeflow_and_jobset_know_every_field(name: str) -> None:
+    for one in documents(name):
+        prefix = "JobsetV1alpha2" if one["kind"] == "JobSet" else "TrainerV1alpha1"
+        assert getattr(models, prefix + one["kind"]).from_dict(one).to_dict() == one
+
+
+def test_volcanos_job_has_only_fields_of_its_kind() -> None:
+    """As its definition of July 2026 has them; the pods are checked above."""
+    (job,) = documents("volcano")
+    assert job["spec"].keys() <= {
+        *("maxRetry", "minAvailable", "minSuccess", "networkTopology", "plugins", "policies"),
+        *("priorityClassName", "queue", "runningEstimate", "schedulerName", "tasks"),
+    }
+    (task,) = job["spec"]["tasks"]
+    assert task.keys() <= {
+        *("dependsOn", "maxRetry", "minAvailable", "name", "partitionPolicy", "policies", "replicas"),
+        "template",
+    }
+    for policy in task["policies"]:
+        assert policy.keys() in ({"event", "action"}, {"exitCode", "action"})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_pod_can_read_its_secret_and_has_a_run_folder_of_its_own(name: str) -> None:
+    for spec in pod_specs(name):
+        (container,) = spec["containers"]
+        flags = dict(word.split("=") for word in command_of(container) if word.startswith("--"))
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        assert mounted[str(Path(flags["--secret-file"]).parent)]["secret"]["defaultMode"] == 0o440
+        assert spec["securityContext"]["fsGroup"]
+        assert mounted[str(Path(flags["--run-dir"]).parent)]["emptyDir"] == {}
+        assert "terminationMessagePath" not in container
+
+
+@pytest.mark.parametrize("name", ["job", "jobset", "trainjob"])
+def test_an_end_is_told_from_a_pod_that_is_to_come_again(name: str) -> None:
+    (spec,) = job_specs(name)
+    (pod,) = pod_specs(name)
+    _, again, end = spec["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in (again, end)} == {pod["containers"][0]["name"]}
+    assert (again["action"], again["onExitCodes"]["operator"], again["onExitCodes"]["values"]) == (
+        *("Ignore", "In", [75]),
+    )
+    assert (end["action"], end["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
+    assert pod["restartPolicy"] == "Never"
+
+
+# --- the command lines ------------------------------------------------------------------------------------------
+
+
+def command_of(container: dict[str, Any]) -> list[str]:
+    return [*container["command"], *container.get("args", [])]
+
+
+def environment(name: str, index: int) -> tuple[dict[str, str], str]:
+    """What the controller of this kind sets in a pod, as its source has it; and the pod's name with its subdomain."""
+    domain = "train.ml.svc.cluster.local"
+    if name == "job":
+        return {"JOB_COMPLETION_INDEX": str(index)}, f"train-{index}.{domain}"
+    if name == "jobset":
+        return {"JOB_COMPLETION_INDEX": str(index)}, f"train-node-0-{index}.{domain}"
+    if name == "trainjob":  # pkg/runtime/framework/plugins/torch
+        job = documents(name)[1]["spec"]["trainer"]
+        torchs = {
+            "PET_NNODES": str(job["numNodes"]),
+            "PET_NPROC_PER_NODE": str(job["numProcPerNode"]),
+            "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": "train-node-0-0.train",
+            "PET_MASTER_PORT": "29500",
+        }
+        return {**torchs, "JOB_COMPLETION_INDEX": str(index)}, f"train-node-0-{index}.{domain}"
+    if name == "pytorchjob":  # pkg/controller.v1/pytorch/envvar.go and master.go
+        spec = documents(name)[0]["spec"]
+        pods = sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values())
+        per_node = spec["nprocPerNode"]
+        torchs = {
+            "MASTER_ADDR": "train-master-0",
+            "MASTER_PORT": "23456",
+            "PET_MASTER_ADDR": "train-master-0",
+            "PET_MASTER_PORT": "23456",
+            "WORLD_SIZE": str(pods * int(per_node)),
+            "RANK": str(index),
+            "PET_NPROC_PER_NODE": per_node,
+            "PET_NODE_RANK": str(index),
+            "PET_NNODES": str(pods),
+        }
+        return torchs, f"train-worker-{index - 1}" if index else "train-master-0"
+    (task,) = documents(name)[0]["spec"]["tasks"]  # pkg/controllers/job/plugins/{env,svc}
+    hosts = [f"train-node-{pod}.train" for pod in range(task["replicas"])]
+    listed = {"VC_NODE_HOSTS": ",".join(hosts), "VC_NODE_NUM": str(len(hosts))}
+    return {"VC_TASK_INDEX": str(index), "VK_TASK_INDEX": str(index), **listed}, hosts[index]
+
+
+def made(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> Job:
+    container = pod_specs(name)[0]["containers"][0]
+    told, fqdn = environment(name, index)
+    given = {
+        one["name"]: one["value"] if "value" in one else {"spec.nodeName": "gpu-7"}[fields(one)]
+        for one in container["env"]
+    }
+    monkeypatch.setattr(jobs, "own_name_with_domain", lambda: fqdn)
+    program, verb, *rest = command_of(container)
+    assert (program, verb) == ("keepstep", "run")
+    return job_from_command_line(rest, {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **told, **given})
+
+
+def fields(one: dict[str, Any]) -> str:
+    return one["valueFrom"]["fieldRef"]["fieldPath"]
+
+
+MEETINGS = {
+    "job": ("train-0.train.ml.svc.cluster.local:29400", "train"),
+    "jobset": ("train-node-0-0.train.ml.svc.cluster.local:29400", "train-node-0"),
+    "trainjob": ("train-node-0-0.train:29500", "train-node-0"),
+    "pytorchjob": ("train-master-0:23456", "train-master"),
+    "volcano": ("train-node-0.train:29400", "train-node"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_pods_of_one_job_meet_at_the_first_and_the_last_is_a_spare(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(PODS):
+        job = made(name, index, monkeypatch)
+        assert (str(job.rendezvous.endpoint), job.run_id) == MEETINGS[name]
+        assert (job.min_nodes, job.max_nodes, job.nproc) == (NODES, NODES, RANKS)
+        assert job.rendezvous.node_rank == index
+        assert (job.node, job.max_restarts, job.rendezvous.join_timeout_s) == ("gpu-7", 10, 3600)
+        assert job.elects
+
+
+def test_skypilot_starts_the_same_job_on_every_node(tmp_path: Path) -> None:
+    task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
+    env = {
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_RANK": "4",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_TASK_ID": "sky-managed-2026-train_1-0",
+        "KEEPSTEP_SECRET": "ab" * 32,
+    }
+    stand_in = tmp_path / "keepstep"  # tells its arguments, and whether the secret is in its environment
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "${KEEPSTEP_SECRET-none}" "$@"\n')
+    stand_in.chmod(0o755)
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True)
+    secret, verb, *rest = done.stdout.splitlines()
+    assert (secret, verb) == ("none", "run")
+    job = job_from_command_line(rest, env)
+    assert job.secret_file is not None
+    assert job.secret_file.read_text().strip() == env["KEEPSTEP_SECRET"]
+    assert stat.S_IMODE(job.secret_file.stat().st_mode) == 0o600
+    assert (str(job.rendezvous.endpoint), job.run_id) == ("10.0.0.1:29400", env["SKYPILOT_TASK_ID"])
+    assert (job.max_nodes, job.nproc, job.rendezvous.node_rank) == (NODES, RANKS, 4)
