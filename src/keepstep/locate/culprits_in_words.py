@@ -59,7 +59,8 @@ _CODE = re.compile(
 _SYSTEM = re.compile(r"/(?:usr|bin|sbin|lib|lib64|etc|proc|sys|dev|run|boot)(?:/|$)|.*/(?:bin|lib|include)/")
 # A bucket, or the host of a store, where a client names no object.
 _STORE = re.compile(
-    r"(?i)\bbucket[ :='\"]{1,3}([\w.-]{3,255})|(?:\bhost='|\bendpoint URL: \"https?://)([\w.-]{1,255})"
+    r"(?i)\bbucket[ :='\"]{1,3}(?!(?:does|doesn|has|was|not|or|and|that|you|is|in|path|name|policy|permission)\b)"
+    r"([\w.-]{3,255})|(?:\bhost='|\bendpoint URL: \"https?://)([\w.-]{1,255})"
 )
 _ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
 # Messages name the source file that they come from; it is no path of the job's.
@@ -240,7 +241,8 @@ def _path(case: _Case) -> Blamed | None:
         folder = commonpath(paths)
         if folder.count("/") > 1:
             paths = {folder}
-    ranks = _speakers(case) if case.row.kind in _OF_ONE_MOUNT else None
+    labelled = case.root.speaker.rank is not None
+    ranks = _speakers(case) if labelled and case.row.kind in _OF_ONE_MOUNT else None
     return case.named(*(Named(path=path) for path in sorted(paths)), *(ranks.culprits if ranks else ()))
 
 

@@ -353,10 +353,19 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "store my-data",
         ),
         (EIO.format("/data/set/7.bin"), "path /data/set/7.bin"),
+        ("botocore.errorfactory.NoSuchBucket: The specified bucket does not exist\n", ""),
+        (
+            "google.cloud.exceptions.NotFound: 404 GET https://s.example.org/b/o\n",
+            "path https://s.example.org/b/o",
+        ),
         # of one host's mount: the rank tells of which
         ("[rank3]: " + EIO.format("/data/set/7.bin"), "path /data/set/7.bin; rank 3"),
         ("".join(f"[rank{n}]: " + EIO.format("/data/set/7.bin") for n in "01"), "path /data/set/7.bin"),
         ("[rank3]: OSError: [Errno 28] No space left on device: '/data/set/7.bin'\n", "path /data/set/7.bin"),
+        (
+            EIO.format("/data/set/7.bin") + "[rank1]: Traceback (most recent call last):\n",
+            "path /data/set/7.bin",
+        ),
         ("".join(map(EIO.format, ("/data/set/7.bin", "/data/set/8.bin"))), "path /data/set"),
         (EIO.format("set/7.bin"), ""),
         ("[rank3]: OSError: [Errno 28] No space left on device\n", "rank 3"),
