@@ -62,7 +62,7 @@ _STORE = re.compile(
     r"(?i)\bbucket[ :='\"]{1,3}(?!(?:does|doesn|has|was|not|or|and|that|you|is|in|path|name|policy|permission)\b)"
     r"([\w.-]{3,255})|(?:\bhost='|\bendpoint URL: \"https?://)([\w.-]{1,255})"
 )
-_ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
+_ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address|connect)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
 # Messages name the source file that they come from; it is no path of the job's.
 _SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
 _RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[\"' :=#]{1,4}(\d{1,6})\b")

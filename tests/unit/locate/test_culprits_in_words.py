@@ -156,6 +156,9 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
         ),
         (GLOO.format("Connection refused, remote=[127.0.1.1]:20901"), ""),
         (GLOO.format("Connect timeout [none]"), ""),
+        (GLOO.format("connect [10.1.2.3]:27023: Connection refused"), "peer 10.1.2.3"),
+        (GLOO.format("connect [10.1.2.3]:27023: No route to host"), "peer 10.1.2.3"),
+        (GLOO.format("Read timeout [10.1.2.3]:27023"), ""),
         # an adapter without a host is the one of which another host tells
         (
             "...-48:81:9 [0] NCCL WARN NET/IB : Got async event : port error\n"
