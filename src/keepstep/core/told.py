@@ -25,7 +25,7 @@ CLASSES: tuple[CauseClass, ...] = ("storage", "network", "node", "user", "other"
 ROLES: tuple[Role, ...] = ("cause", "suspect", "exception", "outcome", "echo", "timeout", "note", "harmless")
 KERNEL_SOURCES = ("kernel", "NVML", "control group")
 """Names of the logs in which a node's kernel and its drivers speak."""
-BLAMES = ("speaker", "alone", "link", "gpu", "rank", "node", "path", "device", "process", "nobody")
+BLAMES = ("speaker", "alone", "link", "gpu", "rank", "node", "path", "store", "device", "process", "nobody")
 """Whom a row blames: who said it (``alone``: beside others), or what stands at that place of its text."""
 
 

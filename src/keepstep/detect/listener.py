@@ -53,6 +53,8 @@ _TYPE = re.compile(r"(?:\w+\.)*(?:[A-Z]\w*|timeout|error|[a-z]*error)(?:: |$)")
 # Tries are told at level INFO; the last one tells that all were in vain.
 _TRIED = re.compile(r"\bretrying \((\d{1,4})/(\d{1,4})\)")
 _PASSED_ON = re.compile(r"Caught \w+ in |(?:[\w.]*\.)?(?:RayTaskError|ProcessRaisedException)\b|.*ray::")
+# Libraries that call a warning what ends the process that says it: NCCL, and XLA in JAX.
+_WARNS_OF_FAILURE = re.compile(r"NCCL WARN|\bexternal/\S{0,60}xla/.{0,120}unable to create StreamExecutor")
 # Code that a traceback shows, and frames of C++, may hold any words.
 _FRAME = re.compile(
     r"[│╭╰❱]|File \"|raise |frame #\d|#\d{1,3} +0x|\^{2,}|\[0x[0-9a-f]+\]|assert |return |@ +0x"
@@ -416,7 +418,7 @@ class Listener:
         self, row: Row, said: Spoken, speaker: Speaker, line: bytes, places: dict[str, str], state: _State
     ) -> Told:
         whole = line[: self._bounds.line_bytes].decode(errors="replace").strip()
-        warned = said.level == "warning" and "NCCL WARN" not in said.text
+        warned = said.level == "warning" and not _WARNS_OF_FAILURE.search(whole)
         beside = self._beside(state.begins, said.speaker.label) if row.blames == "path" else ()
         return Told(
             row, whole, said.text, self._lines, self._source, said.time_s, said.boot_s, speaker, state.block,

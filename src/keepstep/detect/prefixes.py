@@ -46,6 +46,7 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     (_LOWER, r"rank(?P<rank>\d{1,7})\[\d+\](?:\[[\w -]{1,40}\])?: ?"),  # Composer
     ("aA", r"(?P<writer>[A-Za-z][\w.-]{0,120}) \[(?:stderr|stdout)\](?: |$)"),  # milabench
     ("[", r"\[pod/(?P<node>[\w.-]{1,253})/[\w.-]{1,63}\] ?"),  # kubectl logs --prefix
+    ("[", r"\[(?:[^\[\]]{0,80}[\s,])?rank=(?P<rank>\d{1,7})\] ?"),  # OLMo: [olmo.util:158, rank=6]
     ("(", r"\((?:[^()]{0,80}\W)?rank=(?P<rank>\d{1,7})\b[^()]{0,80}\) ?"),
     ("(", r"\((?P<writer>[\w.:<>-]{1,80} pid=\d+)(?:, ip=(?P<node>[\w.:-]+))?\) ?"),
     ("0 ", r" {0,4}(?P<rank>\d{1,7}): (?=\S)"),  # srun -l

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from posixpath import commonpath
 from typing import Literal
@@ -26,6 +27,8 @@ _MOST_RANKS = 4096
 _MEMORY_FULL = "host-oom"
 _ENDED_BY_LAUNCHER = "closing signal SIGTERM"
 _TASKS = frozenset({"slurm-task-killed", "slurm-exit", "slurm-task-where"})
+# Kinds of failures of a file system that are of one host's mount or disk: the rank that met one tells which.
+_OF_ONE_MOUNT = frozenset({"io-error", "not-mounted", "stale-handle", "storage-timeout"})
 # What one process meets, but all of its node would.
 _OF_WHOLE_NODES = frozenset({"fabric-manager", "gpu-missing", "host-oom", "shm", "driver-mismatch"})
 # From so many links on, the one end that all of them share is to blame.
@@ -55,8 +58,11 @@ _CODE = re.compile(
 )
 _SYSTEM = re.compile(r"/(?:usr|bin|sbin|lib|lib64|etc|proc|sys|dev|run|boot)(?:/|$)|.*/(?:bin|lib|include)/")
 # A bucket, or the host of a store, where a client names no object.
-_STORE = re.compile(r"(?i)\bbucket[ :='\"]{1,3}([\w.-]{3,255})|\bhost='([\w.-]{1,255})'")
-_ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
+_STORE = re.compile(
+    r"(?i)\bbucket[ :='\"]{1,3}(?!(?:does|doesn|has|was|not|or|and|that|you|is|in|path|name|policy|permission)\b)"
+    r"([\w.-]{3,255})|(?:\bhost='|\bendpoint URL: \"https?://)([\w.-]{1,255})"
+)
+_ADDRESS = re.compile(r"(?i)\b(?:to|from|host|peer|tcp|address|connect)\W{1,4}((?:\d{1,3}\.){3}\d{1,3})\b")
 # Messages name the source file that they come from; it is no path of the job's.
 _SOURCE = re.compile(r"\.(?:cpp|cc|cu|cuh|c|h|hpp|py|pyx|pxi|rs|go|so)(?:\.\d+)*$")
 _RANK = re.compile(r"(?i)(?<![\w-])(?:global[ _])?rank[\"' :=#]{1,4}(\d{1,6})\b")
@@ -230,13 +236,20 @@ def _path(case: _Case) -> Blamed | None:
     if not paths and (beside := path_beside(case.root.beside, case.row.kind)):
         paths = {beside}
     if not paths:
-        stores = {found[1] or found[2] for one in case.alike() if (found := _STORE.search(one.text))}
-        return case.named(*(Named(thing=f"store {store}") for store in sorted(stores))) if stores else None
+        return _store(case)
     if len(paths) > 1 and all(path.startswith("/") for path in paths):
         folder = commonpath(paths)
         if folder.count("/") > 1:
             paths = {folder}
-    return case.named(*(Named(path=path) for path in sorted(paths)))
+    labelled = case.root.speaker.rank is not None
+    ranks = _speakers(case) if labelled and case.row.kind in _OF_ONE_MOUNT else None
+    return case.named(*(Named(path=path) for path in sorted(paths)), *(ranks.culprits if ranks else ()))
+
+
+def _store(case: _Case) -> Blamed | None:
+    """The bucket or host of a store that the text names: of a connection that broke off, no object is to blame."""
+    stores = {found[1] or found[2] for one in case.alike() if (found := _STORE.search(one.text))}
+    return case.named(*(Named(thing=f"store {store}") for store in sorted(stores))) if stores else None
 
 
 def _told_path(one: Told) -> str:
@@ -388,7 +401,7 @@ def _speakers(case: _Case) -> Blamed | None:
     if not ranks:
         return None
     if len(ranks) == 1:
-        if root.row.role == "exception" and _others_raised(ranks, case.told):
+        if root.row.role == "exception" and _others_raised(ranks, case.told, "rank"):
             return Blamed((), "medium")
         node = root.speaker.node if root.speaker.rank in ranks else ""
         return case.named(Named(ranks.pop(), node=node))
@@ -401,18 +414,22 @@ def _speakers(case: _Case) -> Blamed | None:
     return Blamed(tuple(Named(rank) for rank in sorted(early)[:_MOST_CULPRITS]), "medium")
 
 
-def _others_raised(ranks: set[int], told: Sequence[Told]) -> bool:
-    """Whether other ranks had a traceback of their own: not one of an error that only tells of another rank."""
-    raised = {one.speaker.rank for one in told if one.row.kind == "traceback"}
-    follow = {one.speaker.rank for one in told if one.row.role in ("echo", "timeout")}
-    return bool(raised - follow - ranks - {None})
+def _others_raised(who: AbstractSet[int | str], told: Sequence[Told], by: Literal["rank", "node"]) -> bool:
+    """Whether other ranks, or nodes, had a traceback of their own: not one of an error that only tells of another."""
+    raised = {getattr(one.speaker, by) for one in told if one.row.kind == "traceback"}
+    follow = {getattr(one.speaker, by) for one in told if one.row.role in ("echo", "timeout")}
+    return bool(raised - follow - who - {None, ""})
 
 
 def _alone(case: _Case) -> Blamed | None:
-    """Who alone said the root, where others spoke, too, or had to be ended by the launcher."""
-    rank = case.root.speaker.rank
+    """Who alone said the root, or of whom alone it speaks, where others spoke, too, or were ended by the launcher."""
+    speaker = case.root.speaker.rank
+    spoken_of = {rank for one in case.alike() for rank in _ranks_of(one)}
+    rank = min(spoken_of) if speaker is None and len(spoken_of) == 1 else speaker
     others = case.heard - {rank} or any(_ENDED_BY_LAUNCHER in one.text for one in case.told)
-    return _speakers(case) if rank is not None and others else None
+    if rank is None or not others:
+        return None
+    return case.named(Named(rank)) if speaker is None else _speakers(case)
 
 
 def _speaking_node(case: _Case) -> Blamed | None:
@@ -426,15 +443,18 @@ def _speaking_node(case: _Case) -> Blamed | None:
     of_node = of_node or (bool(others) and case.row.blames in ("speaker", "alone"))
     if ranks or len(nodes) > 1 or not case.here or not of_node:
         return None
+    if case.root.row.role == "exception" and _others_raised({case.here}, case.told, "node"):
+        return Blamed((), "medium")
     return Blamed((Named(node=case.here),), "medium")
 
 
 _WAYS: dict[str, tuple[Callable[[_Case], Blamed | None], ...]] = {
     "nobody": (_nobody,),
     "gpu": (_gpu, _who_ended, _speaking_node),
-    "link": (_link, _who_ended, _speaking_node),
+    "link": (_link, _who_ended),
     "device": (_device, _peer_of_others, _node_of_all),
     "path": (_path, _speakers),
+    "store": (_store, _speakers),
     "node": (_node, _who_ended, _here),
     "rank": (_ranks_in_text, _who_ended, _speakers, _speaking_node),
     "process": (_who_ended,),

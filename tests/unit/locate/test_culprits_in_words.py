@@ -33,6 +33,7 @@ Root Cause (first observed failure):
   exitcode  : -9 (pid: 9)
 """
 RECV = "NCCL WARN Net : Call to recv from {}<4> failed : Connection timed out\n"
+LOST = "RuntimeError: Connection closed by peer [10.1.2.3]:40000\n"
 EIO = "OSError: [Errno 5] Input/output error: '{}'\n"
 STALL = "{}_0 [missing ranks: {}]\n"
 RAY_GONE = """\
@@ -44,6 +45,9 @@ The actor is dead because its node has died. Node Id: 67
 """
 
 
+GLOO = (
+    "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:14] {}\n"
+)
 CLIENT = "[E socket.cpp:7] [c10d] The client socket has {}).\n"
 TRIED = "c-1:8:9 [0] NCCL INFO socketPollConnect: connect returned No route to host, retrying ({}/20) after 9 msec\n"
 DIFFERS = (
@@ -54,6 +58,11 @@ DIFFERS = (
 WRITER = (
     "RuntimeError: [enforce fail at inline_container.cc:4] . PytorchStreamWriter failed writing file data/3\n"
 )
+SSH = "subprocess.CalledProcessError: Command '{}' returned non-zero exit status 255.\n"
+GRADIENT = (
+    "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.\n"
+)
+INDICES = "Parameter indices which did not receive grad for rank {}: 149 150\n"
 OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
 
 
@@ -133,9 +142,23 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "  Local host:    c-1\n  Remote host:   c-17\n",
             "link c-1 - c-17",
         ),
-        ("c-1:8:9 [0] NCCL WARN Call to connect failed : Connection timed out\n", "node c-1"),
+        # who could not connect, to whom it does not say, is not to blame for that
+        ("c-1:8:9 [0] NCCL WARN Call to connect failed : Connection timed out\n", ""),
+        ("c-1:8:9 [0] misc/socket.cc:5 NCCL WARN socketStartConnect: exceeded retries (20000)\n", ""),
+        ("[pod/w-3/torch] OSError: [Errno 113] No route to host\n", ""),
         ("OSError: [Errno 113] No route to host: connect to 10.1.2.3 failed\n", "peer 10.1.2.3"),
         ("OSError: [Errno 113] No route to host\n", ""),
+        # Gloo tells of the other end, by its address or as none
+        (GLOO.format("Connect timeout [10.1.2.3]:27023"), "peer 10.1.2.3"),
+        (
+            GLOO.format("timed out connecting: SO_ERROR: Connection refused, remote=[10.1.2.3]:9"),
+            "peer 10.1.2.3",
+        ),
+        (GLOO.format("Connection refused, remote=[127.0.1.1]:20901"), ""),
+        (GLOO.format("Connect timeout [none]"), ""),
+        (GLOO.format("connect [10.1.2.3]:27023: Connection refused"), "peer 10.1.2.3"),
+        (GLOO.format("connect [10.1.2.3]:27023: No route to host"), "peer 10.1.2.3"),
+        (GLOO.format("Read timeout [10.1.2.3]:27023"), ""),
         # an adapter without a host is the one of which another host tells
         (
             "...-48:81:9 [0] NCCL WARN NET/IB : Got async event : port error\n"
@@ -153,7 +176,7 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
         (CLIENT.format("failed to connect to any network address of (head-0, 500"), "peer head-0"),
         (CLIENT.format("timed out after 60s while trying to connect to (head-0, 500"), "peer head-0"),
         # NCCL tells tries at level INFO; after the last one none is left
-        ("".join(TRIED.format(n) for n in range(1, 21)), "node c-1"),
+        ("".join(TRIED.format(n) for n in range(1, 21)), ""),
         ("".join(TRIED.format(n) for n in range(1, 20)), ""),
         (TRIED.replace("returned", "to 10.1.2.3<40> returned").format(20), "link c-1 - 10.1.2.3"),
         # AMD's driver; the other GPU dumps its registers
@@ -228,6 +251,21 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "",
         ),
         ("[rank8]: FileExistsError: [Errno 17] File exists\n", "rank 8"),
+        # DDP names the rank itself; mostly all of them miss the same gradients
+        (GRADIENT + INDICES.format(3), ""),
+        (GRADIENT + INDICES.format(3) + "[rank2]: " + LOST, "rank 3"),
+        (GRADIENT + INDICES.format(3) + GRADIENT + INDICES.format(4) + "[rank2]: " + LOST, ""),
+        (
+            f"[rank3]: {GRADIENT}[rank3]: {INDICES.format(3)}[rank2]: " + LOST,
+            "rank 3",
+        ),
+        # a node alone has an error, unless others had one, too
+        ("c-1: FileNotFoundError: [Errno 2] No such file or directory: 'a'\nc-2: " + LOST, "node c-1"),
+        (
+            "c-1: FileNotFoundError: [Errno 2] No such file or directory: 'a'\n"
+            "c-2: Traceback (most recent call last):\nc-2:   File 'a.py', line 3, in f\n",
+            "",
+        ),
         (
             "[pod/w-3/torch] RuntimeError: CUDA error: an illegal memory access was encountered\n"
             "[pod/w-0/torch] RuntimeError: NCCL communicator was aborted on rank 0\n",
@@ -254,7 +292,22 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "rank 3 on c-17",
         ),
         ("E UNAVAILABLE: Task /job:jax_worker/replica:0/task:3 heartbeat timeout.\n", "rank 3"),
+        # the host that a launcher cannot reach by ssh, or log in on
         ("RuntimeError: Using hostfile but host=c-17 was not reachable via ssh.\n", "node c-17"),
+        (SSH.format("ssh -o PasswordAuthentication=no c-17 hostname"), "node c-17"),
+        (SSH.format("['ssh 10.1.2.3 hostname -I']"), "node 10.1.2.3"),
+        ("c-17: ssh: connect to host c-17 port 22: Connection timed out\n", "node c-17"),
+        ("ssh: Could not resolve hostname w-5.job: Name or service not known\n", "node w-5.job"),
+        ("pdsh@c-1: c-17: ssh exited with exit code 255\n", "node c-17"),
+        ("pdsh@c-1: c-17: connect: No route to host\n", "node c-17"),
+        (
+            "kex_exchange_identification: Connection closed by remote host\n"
+            "Connection closed by 10.1.2.3 port 22\n",
+            "node 10.1.2.3",
+        ),
+        ("ssh not successful for host c-17:\nroot@c-17: Permission denied (publickey).\n", "node c-17"),
+        ("root@c-17: Permission denied (publickey,password).\n", "node c-17"),
+        ("Host key verification failed.\n", ""),
         # the printed error of a process that then was killed is not why it ended
         (
             "[0]<stderr>:RuntimeError: odd batch\n[0]<stderr>:Killed\nProcess 0 exit with status code 137.\n",
@@ -303,6 +356,19 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "store my-data",
         ),
         (EIO.format("/data/set/7.bin"), "path /data/set/7.bin"),
+        ("botocore.errorfactory.NoSuchBucket: The specified bucket does not exist\n", ""),
+        (
+            "google.cloud.exceptions.NotFound: 404 GET https://s.example.org/b/o\n",
+            "path https://s.example.org/b/o",
+        ),
+        # of one host's mount: the rank tells of which
+        ("[rank3]: " + EIO.format("/data/set/7.bin"), "path /data/set/7.bin; rank 3"),
+        ("".join(f"[rank{n}]: " + EIO.format("/data/set/7.bin") for n in "01"), "path /data/set/7.bin"),
+        ("[rank3]: OSError: [Errno 28] No space left on device: '/data/set/7.bin'\n", "path /data/set/7.bin"),
+        (
+            EIO.format("/data/set/7.bin") + "[rank1]: Traceback (most recent call last):\n",
+            "path /data/set/7.bin",
+        ),
         ("".join(map(EIO.format, ("/data/set/7.bin", "/data/set/8.bin"))), "path /data/set"),
         (EIO.format("set/7.bin"), ""),
         ("[rank3]: OSError: [Errno 28] No space left on device\n", "rank 3"),
@@ -314,6 +380,30 @@ OOM_KILL = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n"
             "RuntimeError: Failed to download s3://bucket-7/train/3.mds -> /tmp/3.mds. Got errors:\n"
             "[ClientError('An error occurred (404) when calling the HeadObject operation: Not Found')]\n",
             "path s3://bucket-7/train/3.mds",
+        ),
+        # an object that is not there, under an error that says less
+        (
+            "RuntimeError: Failed to download s3://bucket-7/a.json -> /tmp/a.json. Got errors:\n"
+            "[ClientError('Object s3://bucket-7/a.json not found! Either check the path or its rights.')]\n",
+            "path s3://bucket-7/a.json",
+        ),
+        ("FileNotFoundError: Object gs://bucket-7/ep1.pt not found\n", "path gs://bucket-7/ep1.pt"),
+        ("FileNotFoundError: gs://bucket-7/ep1.pt\n", "path gs://bucket-7/ep1.pt"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 's3://b/x.pt'\n", "path s3://b/x.pt"),
+        (
+            "ValueError: NOT_FOUND: Error opening driver: Metadata at gs://b/run/.zarray does not exist\n",
+            "path gs://b/run/.zarray",
+        ),
+        (
+            "errors_impl.NotFoundError: Error executing an HTTP request: HTTP response code 404 with body x\n"
+            "\t when reading gs://bucket-7/run/checkpoint\n",
+            "path gs://bucket-7/run/checkpoint",
+        ),
+        # a connection that broke off is about no object
+        ("Saving checkpoints into s3://b/model.ckpt.\naws_logging.cc:60] Curl returned error code 55\n", ""),
+        (
+            'EndpointConnectionError: Could not connect to the endpoint URL: "https://b.s3.example.org/x"\n',
+            "store b.s3.example.org",
         ),
         # who waited in vain names the one that did not come, where all agree
         ("".join(STALL.format(name, "3") for name in "ab"), "rank 3"),
