@@ -90,7 +90,8 @@ class Trial:
         self.plan, self.bed, self.reference = plan, bed, reference
         self.work = bed.folder / "work"
         self.work.mkdir()
-        self.work.chmod(0o777)
+        if plan.user == "nobody":
+            os.chown(self.work, _NOBODY, _NOBODY)
         self.job, self.node = "", ""
         self._told_unix_s: float | None = None
 
@@ -107,9 +108,9 @@ class Trial:
             until(lambda: self.node in self._reasons(), "the node is drained")
             self._told()
             self.bed.start_node(self.node)  # without the drain it would be given to other jobs again
-            self._queue()
         until(self._is_over, "the job is over", _PATIENCE_S)
         if self.plan.fault == "node-lost" and self.plan.user == "root":
+            self._queue()  # now, as the job's own nodes are free, and for the jobs not to slow its recovery
             with suppress(AssertionError):
                 until(lambda: len(self._queued_on()) == QUEUED, "the queued jobs")
 
@@ -192,13 +193,15 @@ class Trial:
         return path.read_text().split() if path.exists() else []
 
     def _told(self) -> None:
-        """Note when the job first tells of a replacement."""
+        """Note when the job first tells of a replacement, if it has by now."""
         path = self.work / "slurm.out"
         if self._told_unix_s is None and path.exists() and " replaced" in path.read_text(errors="replace"):
             self._told_unix_s = time.time()
 
     def _is_over(self) -> bool:
-        self._told()
+        for _ in range(10):
+            self._told()
+            time.sleep(0.05)
         state = _word(self._shown(), "JobState")
         going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         again = not self.plan.is_requeued or (self.run_folder / "previous").exists()
