@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -42,7 +43,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"{sum(passed.values())} of {len(rows)} seeds passed"])
 
 
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt  # the cluster is ended on the way out
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, _stop)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
