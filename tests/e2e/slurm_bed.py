@@ -80,7 +80,7 @@ class SlurmBed:
 
     def inside(self, *command: str) -> list[str]:
         """A command as it runs on the bed: names of nodes are known to it."""
-        mount = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
+        mount = f'mount --bind {self.folder}/hosts /etc/hosts && {_open_python(self.folder)} exec "$@"'
         return ["unshare", "--mount", "--propagation=private", "sh", "-c", mount, "sh", *command]
 
     def run(
@@ -147,6 +147,19 @@ class SlurmBed:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         daemon.wait()
+
+
+def _open_python(folder: Path) -> str:
+    """Shell commands that let an ordinary user reach this Python where it lies in a folder of root's; else none."""
+    prefix = Path(sys.base_prefix).resolve()
+    closed = [one for one in reversed(prefix.parents) if not one.stat().st_mode & 0o001]
+    if not closed:
+        return ""
+    return (
+        f"mkdir -p {folder}/python && mount --bind {prefix} {folder}/python && "
+        f"mount -t tmpfs -o mode=755 tmpfs {closed[0]} && mkdir -p {prefix} && "
+        f"mount --bind {folder}/python {prefix} &&"
+    )
 
 
 def _is_stepd_of(path: Path, node: str) -> bool:

@@ -1,0 +1,1 @@
+"""Jobs under a scheduler whose nodes, launchers and ranks are lost by seeds."""

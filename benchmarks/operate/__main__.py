@@ -1,0 +1,81 @@
+"""Jobs of ``keepstep slurm`` on a real Slurm of six nodes on this host, whose parts are lost by seeds. Needs root.
+
+    python -m benchmarks.operate --part slurm --seeds 0-119 --out DIR
+    python -m benchmarks.operate --summary --out DIR
+
+A seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing happens;
+whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. A line of
+every seed, of failed ones too, is added to ``DIR/seeds.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.slurm_bed import missing
+
+from benchmarks.operate.plans import plan_of
+from benchmarks.operate.trial import run_seed, undisturbed
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """What the lines of all seeds come to."""
+    made, passed = Counter[str](), Counter[str]()
+    for row in rows:
+        plan = row["plan"]
+        kind = f"{plan['fault']}, {'spare' if plan['spare'] else 'no spare'}, {plan['user']}"
+        made[kind] += 1
+        passed[kind] += row["passed"]
+    lines = [f"{kind}: {passed[kind]} of {made[kind]} passed" for kind in sorted(made)]
+    for name in ("again_s", "reason_s"):
+        values = sorted(value for row in rows if (value := row["found"][name]) is not None)
+        if values:
+            lines.append(
+                f"{name}: {len(values)} seeds, median {values[len(values) // 2]}, worst {values[-1]}"
+            )
+    lines += [f"seed {row['seed']} failed: {'; '.join(row['why'])}" for row in rows if not row["passed"]]
+    return "\n".join([*lines, f"{sum(passed.values())} of {len(rows)} seeds passed"])
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt  # the cluster is ended on the way out
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _stop)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("slurm",), default="slurm")
+    parser.add_argument("--seeds", default="0-119")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/operate-slurm"))
+    parser.add_argument("--summary", action="store_true", help="only sum up the seeds that are there")
+    given = parser.parse_args()
+    results = given.out / "seeds.jsonl"
+    if not given.summary:
+        if reason := missing():
+            parser.error(reason)
+        given.out.mkdir(parents=True, exist_ok=True)
+        first, _, last = given.seeds.partition("-")
+        with tempfile.TemporaryDirectory(prefix="operate-") as top:
+            for seed in range(int(first), int(last or first) + 1):
+                plan = plan_of(seed)
+                world = plan.nodes * plan.ranks
+                folder = Path(top, f"seed-{seed}")
+                folder.mkdir()
+                Path(top).chmod(0o755)
+                row = run_seed(plan, folder, undisturbed(world, Path(top, f"undisturbed-{world}")))
+                with results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"seed {seed}: {'passed' if row['passed'] else row['why']}", flush=True)
+    print(summary([json.loads(line) for line in results.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

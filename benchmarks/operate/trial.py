@@ -1,0 +1,255 @@
+"""Runs one seed: a cluster of six nodes, a job of ``keepstep slurm``, the fault, and what Slurm says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.slurm_bed import SlurmBed, slurm, until
+
+from benchmarks._report import code_commit
+from benchmarks.operate.judge import Losses, Seen, faults
+from benchmarks.operate.plans import Plan
+
+JOB = Path(__file__).with_name("job.py")
+STEPS = 40
+PAUSE_S = 0.1
+QUEUED = 20
+_JOIN_S = 20  # longer than a killed launcher takes to be started again
+_PATIENCE_S = 150.0
+_NOBODY = 65534
+
+
+def keepstep(*words: str) -> list[str]:
+    return [sys.executable, "-m", "keepstep.cli", *words]
+
+
+def losses_of(folder: Path) -> Losses:
+    """All losses that ranks noted."""
+    found: Losses = {}
+    for rank, line in _lines(folder):
+        step, loss, *_ = line
+        found.setdefault((rank, int(step)), set()).add(loss)
+    return found
+
+
+def undisturbed(world: int, folder: Path) -> Losses:
+    """The losses of so many ranks on this host, made once in a folder."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        command = keepstep(
+            "run", "--no-watch", "--run-dir", str(folder / "run"), "--nproc-per-node", str(world)
+        )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [*command, str(JOB), str(folder), str(STEPS), "0"], env=environ, check=True, capture_output=True
+        )
+    return losses_of(folder)
+
+
+def run_seed(plan: Plan, folder: Path, reference: Losses) -> dict[str, Any]:
+    """Run and judge a seed; its line for the results."""
+    began_s = time.monotonic()
+    node, seen, wrong = "", None, list[str]()
+    with slurm(folder) as bed:
+        trial = Trial(plan, bed, reference)
+        try:
+            trial.run()
+        except (AssertionError, subprocess.SubprocessError) as error:
+            wrong.append(f"the trial did not come to its end: {error}")
+        node, seen = trial.node, trial.seen()
+        wrong += faults(plan, node, seen)
+    found = {key: value for key, value in asdict(seen).items() if key not in ("losses", "reference")}
+    return {
+        "seed": plan.seed,
+        "commit": code_commit(),
+        "passed": not wrong,
+        "why": wrong,
+        "plan": asdict(plan),
+        "node": node,
+        "found": found,
+        "steps_compared": len(seen.losses),
+        "load": round(os.getloadavg()[0], 1),
+        "wall_s": round(time.monotonic() - began_s, 1),
+    }
+
+
+class Trial:
+    """One seed while it runs. ``node``: the one that is hurt."""
+
+    def __init__(self, plan: Plan, bed: SlurmBed, reference: Losses) -> None:
+        self.plan, self.bed, self.reference = plan, bed, reference
+        self.work = bed.folder / "work"
+        self.work.mkdir()
+        if plan.user == "nobody":
+            os.chown(self.work, _NOBODY, _NOBODY)
+        self.job, self.node = "", ""
+        self._told_unix_s: float | None = None
+
+    @property
+    def run_folder(self) -> Path:
+        return self.work / "runs" / self.job
+
+    def run(self) -> None:
+        """Submit the job, hurt it, and wait until it is over."""
+        self._submit()
+        until(lambda: self._step() >= self.plan.at_step, "the job trains", _PATIENCE_S)
+        self._hurt()
+        if self.plan.fault == "node-lost" and self.plan.user == "root":
+            until(lambda: self.node in self._reasons(), "the node is drained")
+            self._told()
+            self.bed.start_node(self.node)  # without the drain it would be given to other jobs again
+        until(self._is_over, "the job is over", _PATIENCE_S)
+        if self.plan.fault == "node-lost" and self.plan.user == "root":
+            self._queue()  # now, as the job's own nodes are free, and for the jobs not to slow its recovery
+            with suppress(AssertionError):
+                until(lambda: len(self._queued_on()) == QUEUED, "the queued jobs")
+
+    def seen(self) -> Seen:
+        """What is to be judged."""
+        shown = self._shown()
+        folders = [*sorted(self.run_folder.glob("previous/*")), self.run_folder]
+        ends = [json.loads(path.read_text()) for one in folders if (path := one / "end.json").exists()]
+        lost = self._lost(folders)
+        later = [float(line[2]) for _, line in _lines(self.work)]
+        told = self._told_unix_s
+        again = min((at for at in later if told is not None and at > told), default=None)
+        reason = self._reason_unix_s()
+        return Seen(
+            slurm_exit=_word(shown, "ExitCode"),
+            ends=[
+                {key: one.get(key) for key in ("exit_code", "category", "nodes", "reason")} for one in ends
+            ],
+            starts_again=int(_word(shown, "Restarts") or 0),
+            excluded=_word(shown, "ExcNodeList"),
+            reasons=self._reasons(),
+            lost_node=lost[0] if lost else "",
+            reason_s=None if reason is None or lost is None else round(reason - lost[1], 2),
+            replaced=told is not None,
+            again_s=None if again is None or told is None else round(again - told, 2),
+            queued_on=self._queued_on(),
+            losses=losses_of(self.work),
+            reference=self.reference,
+        )
+
+    def _submit(self) -> None:
+        plan, work = self.plan, self.work
+        flags = ["--nnodes", str(plan.nodes), "--nproc-per-node", str(plan.ranks), "--max-restarts", "2"]
+        flags += ["--rdzv-conf", f"join_timeout={_JOIN_S}"]
+        flags += ["--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", "3"]
+        own = ["--node-remedy=auto", "--requeue", f"--nodes={plan.nodes + plan.spare}", "--exclusive"]
+        own += [f"--chdir={work}", f"--output={work}/slurm.out"]
+        user = (
+            ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
+            if plan.user == "nobody"
+            else []
+        )
+        words = keepstep("slurm", *own, "--", *flags, str(JOB), str(work), str(STEPS), str(PAUSE_S))
+        done = self.bed.run(*user, *words, environ={"HOME": str(work)})
+        assert done.returncode == 0, done.stderr
+        self.job = done.stdout.split()[-1]
+
+    def _hurt(self) -> None:
+        plan = self.plan
+        rank = plan.victim * plan.ranks
+        self.node = next(line[3] for number, line in _lines(self.work) if number == rank)
+        if plan.fault == "rank-killed":
+            ranks = [
+                pid
+                for pid, line in self.bed.processes(self.node).items()
+                if f"{JOB} {self.work}" in line
+                and f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                and " keepstep.cli " not in line
+            ]
+            assert ranks, f"no process of rank {rank}"
+            os.kill(ranks[0], signal.SIGKILL)
+        elif plan.fault == "launcher-killed":
+            self.bed.kill_launcher(self.node)
+        elif plan.fault == "node-lost":
+            self.bed.lose_node(self.node)
+        elif plan.fault == "python-error":
+            (self.work / f"raise-{rank}").touch()
+
+    def _queue(self) -> None:
+        script = f"#!/bin/sh\necho $SLURMD_NODENAME >> {self.bed.folder}/queued\nsleep 0.5\n"
+        (self.bed.folder / "short.sh").write_text(script)
+        made = self.bed.run(
+            *("sbatch", f"--array=1-{QUEUED}", "--nodes=1", "--exclusive", "--output=/dev/null"),
+            str(self.bed.folder / "short.sh"),
+        )
+        assert made.returncode == 0, made.stderr
+
+    def _queued_on(self) -> list[str]:
+        path = self.bed.folder / "queued"
+        return path.read_text().split() if path.exists() else []
+
+    def _told(self) -> None:
+        """Note when the job first tells of a replacement, if it has by now."""
+        path = self.work / "slurm.out"
+        if self._told_unix_s is None and path.exists() and " replaced" in path.read_text(errors="replace"):
+            self._told_unix_s = time.time()
+
+    def _is_over(self) -> bool:
+        for _ in range(10):
+            self._told()
+            time.sleep(0.05)
+        state = _word(self._shown(), "JobState")
+        going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+        again = not self.plan.is_requeued or (self.run_folder / "previous").exists()
+        return bool(state) and state not in going and again
+
+    def _shown(self) -> str:
+        return self.bed.run("scontrol", "show", "job", self.job).stdout if self.job else ""
+
+    def _reasons(self) -> dict[str, str]:
+        self._told()
+        shown = self.bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout
+        found = dict(line.split("|", 1) for line in shown.splitlines())
+        return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
+
+    def _reason_unix_s(self) -> float | None:
+        """When the drain of the node stands in slurmctld's log."""
+        log = (self.bed.folder / "slurmctld.log").read_text(errors="replace")
+        found = re.search(rf"\[(\S+)\] update_node: node {self.node} reason set to: \[node_problem\]", log)
+        return None if found is None else _unix_s(found[1])
+
+    def _lost(self, folders: list[Path]) -> tuple[str, float] | None:
+        """The node that an incident names as lost, and when."""
+        for path in (one for folder in folders for one in sorted(folder.glob("incidents/[0-9]*.json"))):
+            incident = json.loads(path.read_text())
+            for one in incident["culprits"]:
+                if one.get("cause") == "node lost":
+                    return one["node"], incident["detected_unix_s"]
+        return None
+
+    def _step(self) -> int:
+        return max((int(line[0]) for _, line in _lines(self.work)), default=-1)
+
+
+def _lines(folder: Path) -> list[tuple[int, list[str]]]:
+    """The complete lines of all ranks."""
+    return [
+        (int(path.name.partition("-")[2]), line.split())
+        for path in sorted(folder.glob("losses-*"))
+        for line in path.read_text().rpartition("\n")[0].splitlines()
+    ]
+
+
+def _word(shown: str, name: str) -> str:
+    found = re.search(rf"\b{name}=(\S*)", shown)
+    return found[1] if found else ""
+
+
+def _unix_s(text: str) -> float:
+    """Seconds of a time in Slurm's log, which is local time."""
+    whole, _, fraction = text.partition(".")
+    return time.mktime(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) + float(f"0.{fraction or 0}")
