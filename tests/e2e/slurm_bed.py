@@ -183,7 +183,9 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
         host=os.uname().nodename, ctl_port=ports[-1], folder=folder, nodes=lines, gres="gpu" if gres else ""
     )
     (folder / "slurm.conf").write_text(conf if gres else conf.replace("GresTypes=\n", ""))
-    (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu Count=8\n" if gres else "")
+    for number in range(8 if gres else 0):
+        (folder / f"gpu{number}").touch()  # stands for a device file
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n" if gres else "")
     half = count // 2
     (folder / "topology.conf").write_text(
         f"SwitchName=s0 Nodes=n[0-{half - 1}]\nSwitchName=s1 Nodes=n[{half}-{count - 1}]\n"
