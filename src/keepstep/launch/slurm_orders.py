@@ -28,6 +28,7 @@ _COMMAND_S = 10.0
 _REACH_S = 1.0
 _TRIES = 3  # how often a lost node is tried to be reached, and how many others to compare
 _SLURMD_PORT = 6818
+_RUNS = re.compile(r"\bJobState=RUNNING\b")
 _USED = re.compile(r"\bState=(?!\S*(DRAIN|DOWN))")
 
 
@@ -75,7 +76,13 @@ class SlurmOrders:
                 await self._handle(fault)
 
     async def requeue(self) -> bool:
-        """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that."""
+        """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that.
+
+        One that Slurm is ending already, as it was cancelled, stays ended.
+        """
+        if not _RUNS.search(await output_of("scontrol", "show", "job", self._job)):
+            self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
+            return False
         elsewhere = (
             ("requeuehold", self._job),
             ("update", f"JobId={self._job}", f"ExcNodeList={','.join(self.bad)}"),

@@ -20,6 +20,7 @@ CRASH = Incident(1, "crash", 3, 3, None, None, (LOST,), (), (), ())
 REASON = "[node_problem] keepstep run=12 incident=0001 node lost"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
+[ "$1 $2" = "show job" ] && echo "JobId=$3 JobState={job}" && exit
 [ "$1" = show ] && case "$3" in n[12]) port={port};; *) port={others};; esac &&
     echo "NodeName=$3 State={state} NodeAddr=127.0.0.1 Port=$port Reason=x" && exit
 [ "$1" = update ] && case "$2" in NodeName=*) exit {refuses};; esac
@@ -38,7 +39,13 @@ class Bed:
         self.scontrol()
 
     def scontrol(
-        self, *, state: str = "ALLOCATED", port: int = 1, refuses: int = 0, others: int | None = None
+        self,
+        *,
+        state: str = "ALLOCATED",
+        port: int = 1,
+        refuses: int = 0,
+        job: str = "RUNNING",
+        others: int | None = None,
     ) -> None:
         program = self.folder / "bin" / "scontrol"
         program.parent.mkdir(exist_ok=True)
@@ -48,6 +55,7 @@ class Bed:
                 state=state,
                 port=port,
                 refuses=refuses,
+                job=job,
                 others=others or self._answers,
             )
         )
@@ -191,10 +199,17 @@ def test_without_scontrol_nothing_is_done(bed: Bed, monkeypatch: pytest.MonkeyPa
     assert (bed.said, orders.bad) == ([], []), "whether the node answers is not known"
 
 
+def test_a_job_that_was_cancelled_is_not_requeued(bed: Bed) -> None:
+    bed.scontrol(job="COMPLETING")
+    assert not asyncio.run(bed.orders().requeue())
+    assert bed.given == []
+    assert bed.said == ["the job is not requeued: it was cancelled, or Slurm has ended it"]
+
+
 def test_a_requeue_that_is_refused_is_told(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.launch.slurm_orders._COMMAND_S", 0.1)
     program = bed.folder / "bin" / "scontrol"
-    program.write_text("#!/bin/sh\necho no >&2; exit 1\n")
+    program.write_text('#!/bin/sh\n[ "$1" = show ] && echo JobState=RUNNING && exit\necho no >&2; exit 1\n')
     assert not asyncio.run(bed.orders().requeue())
     assert bed.said == ["Slurm refuses `scontrol requeue 12`: no"]
 
