@@ -83,13 +83,11 @@ class SlurmOrders:
         if not _RUNS.search(await output_of("scontrol", "show", "job", self._job)):
             self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
             return False
-        elsewhere = (
-            ("requeuehold", self._job),
+        elsewhere = (  # Slurm lets a requeued job wait for two minutes, in which it takes these
             ("update", f"JobId={self._job}", f"ExcNodeList={','.join(self.bad)}"),
-            ("release", self._job),
             ("update", f"JobId={self._job}", "StartTime=now"),
         )
-        for order in elsewhere if self.bad else (("requeue", self._job),):
+        for order in (("requeue", self._job), *(elsewhere if self.bad else ())):
             if (refused := await self._patiently(*order)) is not None:
                 self._say(f"Slurm refuses `scontrol {' '.join(order)}`: {refused}")
                 return False

@@ -152,10 +152,9 @@ def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) 
     asyncio.run(orders.look())
     assert bed.said == [f"Slurm does not drain n2 (exit code 1): the job keeps it; {REASON}"]
     assert asyncio.run(orders.requeue())
-    assert bed.given[-4:] == [
-        "requeuehold 12",
+    assert bed.given[-3:] == [
+        "requeue 12",
         "update JobId=12 ExcNodeList=n2",
-        "release 12",
         "update JobId=12 StartTime=now",
     ]
 
