@@ -6,6 +6,7 @@ The nodes n0, n1, … are names of this host: in the mount namespace of every pr
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ ClusterName=bed
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctl_port}
 SlurmUser=root
+FirstJobId={first_job}
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
@@ -193,10 +195,17 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
         for node, port in zip(nodes, ports, strict=False)
     )
     conf = _CONF.format(
-        host=os.uname().nodename, ctl_port=ports[-1], folder=folder, nodes=lines, gres="gpu" if gres else ""
+        host=os.uname().nodename,
+        ctl_port=ports[-1],
+        folder=folder,
+        nodes=lines,
+        gres="gpu" if gres else "",
+        first_job=random.randrange(1, 9000),  # controllers of several beds on this host have other ports
     )
     (folder / "slurm.conf").write_text(conf if gres else conf.replace("GresTypes=\n", ""))
-    (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu Count=8\n" if gres else "")
+    for number in range(8 if gres else 0):
+        (folder / f"gpu{number}").touch()  # stands for a device file
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n" if gres else "")
     half = count // 2
     (folder / "topology.conf").write_text(
         f"SwitchName=s0 Nodes=n[0-{half - 1}]\nSwitchName=s1 Nodes=n[{half}-{count - 1}]\n"

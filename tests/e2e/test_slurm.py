@@ -15,6 +15,15 @@ from tests.e2e.slurm_bed import SlurmBed, until
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
 
 TRAIN = str(Path(__file__).with_name("slurm_train.py"))
+TASK = """
+import os, pathlib, sys, time
+begun = pathlib.Path(sys.argv[1], "task-" + os.environ["SLURM_ARRAY_TASK_ID"])
+with begun.open("a") as file:
+    file.write("x")
+while not begun.with_suffix(".go").exists():
+    time.sleep(0.1)
+sys.exit(75 if begun.name == "task-2" else 0)
+"""
 
 
 @pytest.fixture
@@ -132,10 +141,33 @@ def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed
     assert f"{lost} should be drained: [node_problem]" in (bed.folder / f"slurm-{job}.out").read_text()
 
 
+@pytest.mark.long
+def test_at_its_time_limit_a_job_ends_with_75(bed: SlurmBed) -> None:
+    job = submitted(bed, "--nodes=2", "--time=2", "--", TRAIN, str(bed.folder), "3000")
+    until(lambda: ended(bed, job), "the job has ended", 240)
+    assert exit_code(bed, job) == "75:0"
+    assert end(bed.folder / "runs" / job)["cause"] == {"class": "other", "kind": "time-limit"}
+
+
+@pytest.mark.long
+def test_of_a_job_array_only_the_task_that_ended_with_75_is_requeued(bed: SlurmBed) -> None:
+    (bed.folder / "task.py").write_text(TASK)
+    job = submitted(bed, "--requeue", "--array=0-2", "--", str(bed.folder / "task.py"), str(bed.folder))
+    begun = [bed.folder / f"task-{number}" for number in range(3)]
+    until(lambda: all(path.exists() for path in begun), "all tasks run")
+    begun[0].with_suffix(".go").touch()
+    until(lambda: ended(bed, f"{job}_0"), "the first has finished")
+    begun[2].with_suffix(".go").touch()
+    until(lambda: "Restarts=1 " in bed.run("scontrol", "show", "job", f"{job}_2").stdout, "it is requeued")
+    for other in (0, 1):
+        assert "Restarts=0 " in bed.run("scontrol", "show", "job", f"{job}_{other}").stdout
+    assert [path.read_text() for path in begun] == ["x", "x", "x"]
+
+
 def test_what_cannot_be_is_told_in_one_line(bed: SlurmBed) -> None:
     over = bed.run("srun", "--nodes=2", *keepstep("run", "--nnodes", "3", TRAIN, str(bed.folder), "5"))
     assert over.returncode == 2
-    assert over.stderr.count("--nnodes 3: Slurm job 1 has 2 here; start it on more nodes") == 2
+    assert over.stderr.count(" has 2 here; start it on more nodes") == 2
     twice = bed.run("srun", "--nodes=2", "--ntasks-per-node=2", *keepstep("run", TRAIN, str(bed.folder), "5"))
     assert "Slurm starts 2(x2) launchers a node: give srun --ntasks-per-node=1" in twice.stderr
     refused = bed.run(*keepstep("slurm", "--partition=none", TRAIN, str(bed.folder), "5"))

@@ -17,7 +17,7 @@ from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import flags
 from keepstep.launch.command.run_settings import SETTINGS
-from keepstep.launch.schedulers.slurm import nodes_in
+from keepstep.launch.schedulers.slurm import job_of, nodes_in
 from keepstep.launch.slurm_orders import DRAIN, SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"]).absolute()
     command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
     orders = SlurmOrders(
-        *(environ["SLURM_JOB_ID"], nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
+        *(job_of(environ), nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
     )
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say)

@@ -1,4 +1,4 @@
-"""What `keepstep slurm` has Slurm do about a bad node: drain it, give it back, start the job elsewhere, say why.
+"""What `keepstep slurm` has Slurm do about a bad node: drain it, start the job elsewhere, say why.
 
 By default it only says what would be done. Each order is one call of scontrol, without a shell, given up after a while.
 """
@@ -6,7 +6,9 @@ By default it only says what would be done. Each order is one call of scontrol, 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,8 +26,9 @@ NodeRemedy = Literal["off", "advise", "auto"]
 _LOOK_S = 0.5
 _COMMAND_S = 10.0
 _REACH_S = 1.0
-_TRIES = 3  # how often a lost node is tried to be reached
+_TRIES = 3  # how often a lost node is tried to be reached, and how many others to compare
 _SLURMD_PORT = 6818
+_RUNS = re.compile(r"\bJobState=RUNNING\b")
 _USED = re.compile(r"\bState=(?!\S*(DRAIN|DOWN))")
 
 
@@ -43,7 +46,7 @@ class SlurmOrders:
     ) -> None:
         """
         Args:
-            job: Slurm's number of the job, which has these nodes.
+            job: the job as Slurm's commands are told it, which has these nodes.
             folder: the run's folder.
             remedy: whether faults are looked for, said, or acted upon.
             say: tells the user one line.
@@ -59,30 +62,32 @@ class SlurmOrders:
         }
         self.bad: list[str] = []  # nodes that the job should not be started on again
 
-    async def watch(self) -> None:
-        """Look for faults until this is cancelled."""
-        while True:
+    async def watch(self, has_ended: Callable[[], bool]) -> None:
+        """Look for faults until the job has ended, and once more then."""
+        while not has_ended():
             await self.look()
             await asyncio.sleep(_LOOK_S)
+        await self.look()
 
     async def look(self) -> None:
         """Look for new faults once, and do what is to be done about them."""
         for fault in self._new_faults() if self._remedy != "off" else ():
-            self._done.add(fault.node)
-            await self._handle(fault)
+            if fault.node not in self._done:
+                await self._handle(fault)
 
     async def requeue(self) -> bool:
-        """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that."""
-        if not self.bad:
-            return await _scontrol("requeue", self._job) is None
-        excluded = ",".join(self.bad)
-        orders = (
-            ("requeuehold", self._job),
-            ("update", f"JobId={self._job}", f"ExcNodeList={excluded}"),
-            ("release", self._job),
+        """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that.
+
+        One that Slurm is ending already, as it was cancelled, stays ended.
+        """
+        if not _RUNS.search(await output_of("scontrol", "show", "job", self._job)):
+            self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
+            return False
+        elsewhere = (  # Slurm lets a requeued job wait for two minutes, in which it takes these
+            ("update", f"JobId={self._job}", f"ExcNodeList={','.join(self.bad)}"),
             ("update", f"JobId={self._job}", "StartTime=now"),
         )
-        for order in orders:
+        for order in (("requeue", self._job), *(elsewhere if self.bad else ())):
             if (refused := await self._patiently(*order)) is not None:
                 self._say(f"Slurm refuses `scontrol {' '.join(order)}`: {refused}")
                 return False
@@ -109,16 +114,21 @@ class SlurmOrders:
                     told = [one for one in faults_of(read_incident(path), members) if one.node in self._nodes]
                     found += told if len(told) <= self._budget.most else ()  # mass silence excludes nobody
                     self._read[path] = changed_ns
-        return [one for one in found if one.node not in self._done]
+        return found
 
     async def _handle(self, fault: NodeFault) -> None:
         shown = await output_of("scontrol", "show", "node", fault.node)
-        if fault.kind == "lost" and not await _is_unreachable(shown):
+        if fault.kind == "lost" and not (
+            await _is_unreachable(shown) and await self._reaches_another(fault.node)
+        ):
             return
+        self._done.add(fault.node)
         self.bad.append(fault.node)
         reason = fault.reason(self._job)
         drain = [one.replace("{node}", fault.node).replace("{reason}", reason) for one in self._drain]
-        if not _USED.search(shown):
+        if not shown:
+            self._say(f"Slurm does not tell the state of {fault.node}, which is left as it is: {reason}")
+        elif not _USED.search(shown):
             self._say(f"{fault.node} is drained or down already; {reason}")
         elif self._remedy == "advise":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
@@ -129,6 +139,17 @@ class SlurmOrders:
         else:
             self._say(f"drained {fault.node}: {reason}")
         await _scontrol("update", f"JobId={self._job}", f"Comment={reason}")
+
+    async def _reaches_another(self, lost: str) -> bool:
+        """Whether this host reaches another node of the job, as a firewall may keep it from all.
+
+        The last ones are tried, as the batch host is the first and always reaches itself.
+        """
+        for node in [one for one in reversed(self._nodes) if one not in (lost, *self.bad)][:_TRIES]:
+            shown = await output_of("scontrol", "show", "node", node)
+            if shown and not await _is_unreachable(shown):
+                return True
+        return False
 
 
 async def _is_unreachable(shown: str) -> bool:
@@ -164,14 +185,19 @@ async def _run(*command: str) -> tuple[str, str | None]:
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,  # so that it ends with its children, and not by a terminal's Ctrl-C
         )
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"
     reading = asyncio.ensure_future(process.communicate())
     await asyncio.wait([reading], timeout=_COMMAND_S)
     if not reading.done():
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await reading
         return "", f"no answer for {_COMMAND_S:.0f} s"
     out, err = (text.decode(errors="replace") for text in await reading)

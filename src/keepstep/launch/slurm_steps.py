@@ -7,21 +7,26 @@ went on without that one and finished.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import STOPPED_BY_HAND, TEMPORARY_FAILURE, UNUSABLE
-from keepstep.launch.schedulers.slurm import OWN_NODES, nodes_in
+from keepstep.launch.schedulers.slurm import OWN_NODES, job_of, nodes_in
+from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
-from keepstep.report.ended_run import exit_code_since
+from keepstep.report.ended_run import end_of
 
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
 _LEFT_S = 30.0  # how long steps may outlive the job, as those on a lost node do
 _ENDED = frozenset({0, UNUSABLE, TEMPORARY_FAILURE, STOPPED_BY_HAND})
+_OF_ALL_STEPS = frozenset({"SLURM_GPUS", "SLURM_NTASKS_PER_GPU"})
+"""What srun would take from its environment, and what one node alone cannot have."""
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SIGNALLED = 128  # exit codes from here on mean that a signal ended the launcher, as a shell has it
 
@@ -51,9 +56,12 @@ class SlurmSteps:
         """
         self._nodes = nodes_in(environ, "SLURM_JOB_NODELIST")
         self._command, self._folder, self._restarts, self._say = tuple(command), folder, restarts, say
-        self._job = environ["SLURM_JOB_ID"]
-        self._environ = {**environ, OWN_NODES: environ["SLURM_JOB_NODELIST"]}
-        self._began_unix_s = time.time()
+        self._job = job_of(environ)
+        kept = {name: value for name, value in environ.items() if name not in _OF_ALL_STEPS}
+        self._shares_gpus = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
+        self._environ = {**kept, OWN_NODES: environ["SLURM_JOB_NODELIST"]}
+        self._earlier = end_of(folder)
+        self._step_name = f"keepstep-{time.time_ns()}-{os.getpid()}"  # no other run's in the job
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._codes: dict[str, int] = {}
         self.orders = orders
@@ -68,26 +76,36 @@ class SlurmSteps:
     def command(self, node: str) -> list[str]:
         """The command of the step that starts the launcher of one node, with all that the job has there."""
         cpus = self._environ.get("SLURM_CPUS_PER_TASK")
+        gpus = self._environ.get("SLURM_GPUS_ON_NODE") if self._shares_gpus else None
         return [
             *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"),
             *(f"--job-name={self._step_name}", "--overlap", "--kill-on-bad-exit=0"),
             *("--cpu-bind=none", "--input=none", "--mpi=none"),
             *([f"--cpus-per-task={cpus}"] if cpus else []),
+            *([f"--gpus-per-node={gpus}"] if gpus else []),
             *self._command,
         ]
 
     async def run(self) -> int:
         """Start a launcher on every node and wait until the job has ended. Raises UsageError where there is no srun."""
+        await self._learn_end()
         loop = asyncio.get_running_loop()
         for number in _ASKED:
             loop.add_signal_handler(number, self._pass_on, number)
         steps = [loop.create_task(self._keep(node)) for node in self._nodes]
-        beside = [loop.create_task(self._end_what_is_left(steps)), loop.create_task(self.orders.watch())]
+        ending = loop.create_task(self._end_what_is_left(steps))
+        watching = loop.create_task(self.orders.watch(lambda: all(one.done() for one in steps)))
         await asyncio.gather(*steps)
-        for task in beside:
-            task.cancel()
-        await self.orders.look()
+        ending.cancel()
+        await asyncio.wait([watching])  # what it raises does not change the job's exit code
         return self._exit_code()
+
+    async def _learn_end(self) -> None:
+        """Have the launchers know when the job's time is over, which an older Slurm does not say in its variables."""
+        if END_TIME not in self._environ:
+            told = await output_of("squeue", "--noheader", f"--jobs={self._job}", "--format=%e")
+            with suppress(ValueError):
+                self._environ[END_TIME] = f"{datetime.fromisoformat(told.strip()).timestamp():.0f}"
 
     async def _keep(self, node: str) -> None:
         """Run the launcher of one node; again where it alone was killed."""
@@ -155,14 +173,12 @@ class SlurmSteps:
                 with suppress(ProcessLookupError):
                     process.send_signal(number)
 
-    @property
-    def _step_name(self) -> str:
-        return f"keepstep-{self._began_unix_s:.0f}"
-
     # The end
 
     def _end_code(self) -> int | None:
-        return exit_code_since(self._folder, self._began_unix_s)
+        """The exit code that ``end.json`` tells; None where this run has not ended."""
+        end = end_of(self._folder)
+        return end.exit_code & 0xFF if end and end != self._earlier else None
 
     def _exit_code(self) -> int:
         """The job's exit code; by the launchers' own where the run's folder does not tell it."""

@@ -36,18 +36,19 @@ def read_end(run: Path) -> Ended | None:
         return None
 
 
-class _Code(msgspec.Struct):
+class End(msgspec.Struct):
+    """With which code a run has ended, and when."""
+
     exit_code: int
     ended_unix_s: float
 
 
-def exit_code_since(run: Path, began_unix_s: float) -> int | None:
-    """The exit code of a run that began then; None while it goes on, or where the file cannot be read."""
+def end_of(run: Path) -> End | None:
+    """The end of a run; None while it goes on, or where the file cannot be read."""
     try:
-        end = msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=_Code)
+        return msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=End)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return end.exit_code & 0xFF if end.ended_unix_s >= began_unix_s else None
 
 
 class _Node(msgspec.Struct):

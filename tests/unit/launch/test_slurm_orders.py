@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from keepstep.core.incident import Culprit, Incident
-from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders
+from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders, output_of
 from keepstep.report.incidents import incident_to_json
 
 LOST = Culprit(node="n2", confidence="medium", cause="node lost")
@@ -17,7 +20,9 @@ CRASH = Incident(1, "crash", 3, 3, None, None, (LOST,), (), (), ())
 REASON = "[node_problem] keepstep run=12 incident=0001 node lost"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
-[ "$1" = show ] && echo "NodeName=n2 State={state} NodeAddr=127.0.0.1 Port={port} Reason=x" && exit
+[ "$1 $2" = "show job" ] && echo "JobId=$3 JobState={job}" && exit
+[ "$1" = show ] && case "$3" in n[12]) port={port};; *) port={others};; esac &&
+    echo "NodeName=$3 State={state} NodeAddr=127.0.0.1 Port=$port Reason=x" && exit
 [ "$1" = update ] && case "$2" in NodeName=*) exit {refuses};; esac
 exit 0
 """
@@ -26,16 +31,34 @@ exit 0
 class Bed:
     """A run's folder and a stand-in for scontrol."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
         self.folder, self._patch = folder, monkeypatch
+        self._answers = answers  # the port of the nodes that are not lost
         self.said: list[str] = []
         (folder / "incidents").mkdir()
         self.scontrol()
 
-    def scontrol(self, *, state: str = "ALLOCATED", port: int = 1, refuses: int = 0) -> None:
+    def scontrol(
+        self,
+        *,
+        state: str = "ALLOCATED",
+        port: int = 1,
+        refuses: int = 0,
+        job: str = "RUNNING",
+        others: int | None = None,
+    ) -> None:
         program = self.folder / "bin" / "scontrol"
         program.parent.mkdir(exist_ok=True)
-        program.write_text(SCONTROL.format(log=self.folder / "log", state=state, port=port, refuses=refuses))
+        program.write_text(
+            SCONTROL.format(
+                log=self.folder / "log",
+                state=state,
+                port=port,
+                refuses=refuses,
+                job=job,
+                others=others or self._answers,
+            )
+        )
         program.chmod(0o755)
         self._patch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
 
@@ -57,8 +80,9 @@ class Bed:
 
 
 @pytest.fixture
-def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    return Bed(tmp_path, monkeypatch)
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    with socket.create_server(("127.0.0.1", 0)) as answers:
+        yield Bed(tmp_path, monkeypatch, answers.getsockname()[1])
 
 
 def test_a_lost_node_is_drained_once_with_a_reason(bed: Bed) -> None:
@@ -103,6 +127,14 @@ def test_a_node_that_answers_is_left_alone(bed: Bed) -> None:
     assert (bed.given, bed.said, orders.bad) == ([], [], [])
 
 
+def test_a_host_that_reaches_no_node_judges_none(bed: Bed) -> None:
+    bed.scontrol(others=1)
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert (bed.given, bed.said, orders.bad) == ([], [], []), "a firewall is no fault of the node"
+
+
 @pytest.mark.parametrize("state", ["DRAINED*", "DOWN+NOT_RESPONDING", "IDLE+DRAIN"])
 def test_somebody_elses_drain_stays_as_it_is(bed: Bed, state: str) -> None:
     bed.scontrol(state=state)
@@ -120,10 +152,9 @@ def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) 
     asyncio.run(orders.look())
     assert bed.said == [f"Slurm does not drain n2 (exit code 1): the job keeps it; {REASON}"]
     assert asyncio.run(orders.requeue())
-    assert bed.given[-4:] == [
-        "requeuehold 12",
+    assert bed.given[-3:] == [
+        "requeue 12",
         "update JobId=12 ExcNodeList=n2",
-        "release 12",
         "update JobId=12 StartTime=now",
     ]
 
@@ -165,3 +196,33 @@ def test_without_scontrol_nothing_is_done(bed: Bed, monkeypatch: pytest.MonkeyPa
     bed.incident()
     asyncio.run(orders.look())
     assert (bed.said, orders.bad) == ([], []), "whether the node answers is not known"
+
+
+def test_a_job_that_was_cancelled_is_not_requeued(bed: Bed) -> None:
+    bed.scontrol(job="COMPLETING")
+    assert not asyncio.run(bed.orders().requeue())
+    assert bed.given == []
+    assert bed.said == ["the job is not requeued: it was cancelled, or Slurm has ended it"]
+
+
+def test_a_requeue_that_is_refused_is_told(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.launch.slurm_orders._COMMAND_S", 0.1)
+    program = bed.folder / "bin" / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$1" = show ] && echo JobState=RUNNING && exit\necho no >&2; exit 1\n')
+    assert not asyncio.run(bed.orders().requeue())
+    assert bed.said == ["Slurm refuses `scontrol requeue 12`: no"]
+
+
+def test_a_scontrol_that_hangs_in_a_wrapper_is_given_up(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepstep.launch.slurm_orders._COMMAND_S", 0.2)
+    (bed.folder / "bin" / "scontrol").write_text("#!/bin/sh\nsleep 60; exit 0\n")
+    began_s = time.monotonic()
+    assert asyncio.run(output_of("scontrol", "show", "node", "n2")) == ""
+    assert time.monotonic() - began_s < 30
+
+
+def test_faults_of_the_last_moment_are_seen(bed: Bed) -> None:
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.watch(lambda: True))
+    assert orders.bad == ["n2"]

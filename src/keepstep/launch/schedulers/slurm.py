@@ -11,6 +11,7 @@ from keepstep.launch.schedulers.local import Allocation, number_in
 OWN_NODES = "KEEPSTEP_SLURM_NODES"
 """Set by ``keepstep slurm``, which makes a job step of each node: the nodes of all these steps."""
 MOST_NODES = 200_000
+_MOST_JOBS = 1 << 32
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux gives to connections
 _PART = re.compile(r"((?:[^,\[\]]|\[[0-9,-]+\])+)(?:,|$)")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?$")
@@ -21,7 +22,7 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 
     Raises UsageError for a variable of another form.
     """
-    number = number_in(environ, "SLURM_JOB_ID", 1 << 32)
+    number = number_in(environ, "SLURM_JOB_ID", _MOST_JOBS)
     if number is None:
         return None
     if not environ.get("SLURM_STEP_ID"):
@@ -57,6 +58,17 @@ def _outside_of_a_step(environ: Mapping[str, str], name: str) -> Allocation:
     return Allocation(
         name=name, node=environ.get("SLURMD_NODENAME", ""), warnings=(text,) if nodes > 1 else ()
     )
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """The job as Slurm's commands are told it: of an array, by one task's own number they may mean all tasks.
+
+    Raises UsageError for a variable of another form.
+    """
+    task = number_in(environ, "SLURM_ARRAY_TASK_ID", _MOST_JOBS)
+    if task is None:
+        return str(number_in(environ, "SLURM_JOB_ID", _MOST_JOBS))
+    return f"{number_in(environ, 'SLURM_ARRAY_JOB_ID', _MOST_JOBS)}_{task}"
 
 
 def nodes_in(environ: Mapping[str, str], name: str) -> tuple[str, ...]:

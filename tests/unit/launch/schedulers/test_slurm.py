@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.effort import many
 
 from keepstep.core.errors import UsageError
-from keepstep.launch.schedulers.slurm import OWN_NODES, allocation_of, expand_nodes, leaf_switch
+from keepstep.launch.schedulers.slurm import OWN_NODES, allocation_of, expand_nodes, job_of, leaf_switch
 
 STEP = {
     "SLURM_JOB_ID": "1234567",
@@ -127,3 +127,11 @@ def test_the_switches_above_a_node_are_its_failure_domain() -> None:
     assert leaf_switch({"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}) == ""
     assert leaf_switch({"SLURM_TOPOLOGY_ADDR": "s0.n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "block.node"}) == ""
     assert leaf_switch({}) == ""
+
+
+def test_a_task_of_an_array_is_not_called_by_its_number() -> None:
+    assert job_of({"SLURM_JOB_ID": "12"}) == "12"
+    task = {"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+    assert job_of(task) == "10_3", "10 would be the whole array"
+    with pytest.raises(UsageError, match="SLURM_JOB_ID='a;b'"):
+        job_of({"SLURM_JOB_ID": "a;b"})

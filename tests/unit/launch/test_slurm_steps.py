@@ -1,0 +1,63 @@
+"""The exit code of a job of several steps, with a stand-in for srun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from keepstep.launch.slurm_orders import SlurmOrders
+from keepstep.launch.slurm_steps import SlurmSteps
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmSteps:
+    end = {"exit_code": 3, "ended_unix_s": time.time() + 60}
+    (tmp_path / "end.json").write_text(json.dumps(end))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said: list[str] = []
+    orders = SlurmOrders("12", ["n0"], tmp_path, "off", said.append)
+    environ = {
+        **os.environ,
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NODELIST": "n0",
+        "SLURM_GPUS": "4",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    return SlurmSteps(["true"], tmp_path, 0, environ, orders, said.append)
+
+
+def program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("""echo '{"exit_code": 75, "ended_unix_s": 1}' > "${0%/*}/end.json"; exit 1""", 75),
+    ],
+)
+def test_an_end_of_an_earlier_run_counts_not_whatever_clocks_say(
+    steps: SlurmSteps, tmp_path: Path, does: str, code: int
+) -> None:
+    program(tmp_path / "srun", does)
+    assert asyncio.run(steps.run()) == code
+
+
+def test_launchers_are_told_the_end_of_the_jobs_time(steps: SlurmSteps, tmp_path: Path) -> None:
+    program(tmp_path / "squeue", "echo 2026-01-02T03:04:05")
+    program(tmp_path / "srun", """[ "$SLURM_JOB_END_TIME" = "$(date -d 2026-01-02T03:04:05 +%s)" ]""")
+    assert asyncio.run(steps.run()) == 0
+
+
+def test_a_step_takes_its_nodes_share_of_the_jobs_gpus(steps: SlurmSteps, tmp_path: Path) -> None:
+    assert "--gpus-per-node=2" in steps.command("n0")
+    program(tmp_path / "srun", """[ -z "$SLURM_GPUS" ]""")
+    assert asyncio.run(steps.run()) == 0
