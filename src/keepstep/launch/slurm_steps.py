@@ -115,7 +115,8 @@ class SlurmSteps:
             if code in _ENDED or code < _SIGNALLED or not left:
                 return
             await asyncio.sleep(_LAST_WORDS_S)
-            if self._asked or not self._running or self._end_code() is not None:
+            is_over = self._asked or not self._running or self._end_code() is not None
+            if is_over or node in self.orders.bad:
                 return
             self._say(
                 f"the launcher of {node} ended with exit code {code} and the job goes on: it is started again"

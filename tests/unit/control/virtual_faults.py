@@ -8,8 +8,8 @@ from tests.unit.control.virtual_launchers import Job
 from tests.unit.control.virtual_parts import DEAD_HOST_S, Host, Site
 
 from keepstep import wire
-from keepstep.control.membership.pauses import STOPPED
 from keepstep.control.membership.rendezvous import Launcher
+from keepstep.core.exit_codes import STOPPED_BY_HAND
 from keepstep.core.finding import Finding
 
 
@@ -231,7 +231,7 @@ class World(Job):
             return
         self.disturbances += 1
         self.orders += 1
-        self.codes |= {STOPPED} if verb == "stop" else set()
+        self.codes |= {STOPPED_BY_HAND} if verb == "stop" else set()
         self.count += 1
         site.controller.connected(self.count, "client")
         names = sorted(one.node for one in site.controller.rendezvous.placements)
