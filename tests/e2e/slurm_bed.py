@@ -21,7 +21,7 @@ from pathlib import Path
 from keepstep.core.own_address import ANYWHERE, address_towards
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 _SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 _CONF = """\

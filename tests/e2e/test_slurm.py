@@ -120,7 +120,7 @@ def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(
 
 
 def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed: SlurmBed) -> None:
-    flags = ("--max-restarts", "2", "--rdzv-conf", "join_timeout=5")
+    flags = ("--max-restarts", "2", "--rdzv-conf", "join_timeout=20")
     job = submitted(bed, "--requeue", "--nodes=3", "--", *flags, TRAIN, str(bed.folder), "300")
     until(lambda: len(places(bed.folder)) == 3, "all ranks train")
     lost, run = places(bed.folder)[2], bed.folder / "runs" / job
