@@ -219,6 +219,9 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     (folder / "munge").chmod(0o755)
+    home = folder / "home"
+    home.mkdir()
+    home.chmod(0o1777)
     python = str(Path(sys.executable).parent)
     environ = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))},
@@ -226,6 +229,9 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
         "SLURM_CONF": f"{folder}/slurm.conf",
         "KEEPSTEP_BED": str(folder),
         "OMP_NUM_THREADS": "1",
+        "HOME": str(
+            home
+        ),  # each process of the bed has a home folder of root's of its own, and secrets are shared
     }
     bed = SlurmBed(folder, nodes, environ)
     try:
