@@ -189,7 +189,8 @@ async def _run(*command: str) -> tuple[str, str | None]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
-            start_new_session=True,  # so that it ends with its children, and not by a terminal's Ctrl-C
+            # Its children end with it where it is given up, and a terminal's Ctrl-C ends neither.
+            start_new_session=True,
         )
     except OSError as error:
         return "", f"{command[0]}: {error.strerror}"

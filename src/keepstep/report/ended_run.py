@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from keepstep.core.regular_files import read_regular
 from keepstep.core.told import CauseClass
 
+T = TypeVar("T")
 _MOST_BYTES = 1 << 20
 _MOST_STATUS = 256 << 20  # with a row for each rank
 
@@ -30,10 +32,7 @@ class Ended(msgspec.Struct):
 
 def read_end(run: Path) -> Ended | None:
     """How the scheduler ended a run; None where it did not, or the file does not say so."""
-    try:
-        return msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=Ended)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return _decoded(run / "end.json", Ended)
 
 
 class End(msgspec.Struct):
@@ -45,10 +44,7 @@ class End(msgspec.Struct):
 
 def end_of(run: Path) -> End | None:
     """The end of a run; None while it goes on, or where the file cannot be read."""
-    try:
-        return msgspec.json.decode(read_regular(run / "end.json", _MOST_BYTES), type=End)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    return _decoded(run / "end.json", End)
 
 
 class _Node(msgspec.Struct):
@@ -64,10 +60,7 @@ def newest_verdict(run: Path) -> tuple[str, list[str]]:
     newest = max(run.glob("incidents/[0-9]*.json"), default=None)
     if newest is None:
         return "", []
-    try:
-        verdict = msgspec.json.decode(read_regular(newest, _MOST_BYTES), type=_Verdict)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return newest.stem, []
+    verdict = _decoded(newest, _Verdict) or _Verdict()
     return newest.stem, sorted({one.node for one in verdict.culprits if one.node})
 
 
@@ -77,10 +70,7 @@ class _Status(msgspec.Struct):
 
 def members_of(run: Path) -> frozenset[str]:
     """Names of the nodes that play ranks, as ``RUN/status.json`` tells; none where it cannot be read."""
-    try:
-        status = msgspec.json.decode(read_regular(run / "status.json", _MOST_STATUS), type=_Status)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return frozenset()
+    status = _decoded(run / "status.json", _Status, _MOST_STATUS) or _Status()
     return frozenset(one.node for one in status.nodes if one.node)
 
 
@@ -91,3 +81,11 @@ def verdict_line(run: Path, number: str) -> str:
     except OSError:
         return ""
     return " ".join(text.partition("\n")[0].split())
+
+
+def _decoded(path: Path, kind: type[T], most: int = _MOST_BYTES) -> T | None:
+    """The content of a JSON file of at most so many bytes; None where it is missing or has another form."""
+    try:
+        return msgspec.json.decode(read_regular(path, most), type=kind)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
