@@ -32,7 +32,9 @@ class Ended(msgspec.Struct):
 
 def read_end(run: Path) -> Ended | None:
     """How the scheduler ended a run; None where it did not, or the file does not say so."""
-    return _decoded(run / "end.json", Ended)
+    ended = _decoded(run / "end.json", Ended)
+    # A lost or broken node is no scheduler's doing: incidents tell of it.
+    return ended if ended is not None and ended.cause.cause_class == "other" else None
 
 
 class End(msgspec.Struct):
