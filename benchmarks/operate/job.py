@@ -1,4 +1,8 @@
-"""The training of the bench: DDP on Gloo that saves every step. Arguments: folder, steps, seconds of pause after each.
+"""The training of the bench: DDP on Gloo that saves every step. Arguments: folder, steps, seconds of compute in each.
+
+Compute is emulated: a layer that sleeps, three times as long on a node for which there is a file ``slow-NODE``.
+
+With a file ``enough`` in the folder it ends after the next step that is a multiple of ten.
 
 Each rank appends ``STEP LOSS UNIX_SECONDS NODE`` to ``losses-RANK``. A file ``raise-RANK`` in the folder makes that
 rank fail with a Python error, in every incarnation.
@@ -17,8 +21,16 @@ import torch.distributed as dist
 
 import keepstep.checkpoint
 
-folder, steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+folder, steps, compute_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 node = os.environ.get("SLURMD_NODENAME", "-")
+
+
+class Compute(torch.nn.Module):
+    """A layer that does nothing for a while."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(compute_s * (3 if (folder / f"slow-{node}").exists() else 1))
+        return x
 
 
 class Data:
@@ -40,7 +52,7 @@ class Data:
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7)
-layers = (torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+layers = (Compute(), torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = Data(rank)
@@ -58,5 +70,8 @@ with (folder / f"losses-{rank}").open("a") as log:
         log.flush()
         optimizer.zero_grad()
         keepstep.checkpoint.save(state, step + 1)
-        time.sleep(pause_s)
+        enough = torch.tensor(float((folder / "enough").exists()))
+        dist.all_reduce(enough, dist.ReduceOp.MAX)
+        if enough.item() and step % 10 == 9:
+            break
 dist.destroy_process_group()

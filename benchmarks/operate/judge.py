@@ -22,8 +22,8 @@ class Seen:
     starts_again: int  # Slurm's Restarts=
     excluded: str  # ExcNodeList
     reasons: dict[str, str]  # of sinfo -R, without what Slurm itself says of nodes that do not answer
-    lost_node: str  # that an incident names as lost
-    reason_s: float | None  # from its verdict to the reason at Slurm
+    named_node: str  # that an incident names as lost or slow
+    reason_s: float | None  # from its verdict, of a slow node its replacement, to the reason at Slurm
     replaced: bool
     again_s: float | None  # from the line about the replacement to the first new step
     queued_on: list[str]  # nodes on which the queued jobs ran
@@ -51,22 +51,26 @@ def faults(plan: Plan, node: str, seen: Seen) -> list[str]:
         first = seen.ends[0].get("exit_code") if len(seen.ends) > 1 else None
         want(first == 75, f"the first end has {first}, not 75")
         want(seen.excluded == node, f"the job keeps off {seen.excluded}, not {node}")
-    drained = {node} if plan.fault == "node-lost" and plan.user == "root" else set[str]()
+    drained = {node} if plan.is_drained else set[str]()
     want(set(seen.reasons) == drained, f"drained: {sorted(seen.reasons)}, expected {sorted(drained)}")
-    if drained:
+    if plan.fault in ("node-lost", "slow-node"):
+        want(seen.named_node == node, f"the incident names {seen.named_node or 'no node'}, not {node}")
+    if plan.fault == "node-lost" or plan.is_replaced:
         late = seen.reason_s is None or seen.reason_s > MOST_REASON_S
         want(not late, f"reason {seen.reason_s} s after the verdict")
-        want(seen.lost_node == node, f"the incident names {seen.lost_node or 'no node'}, not {node}")
+    if drained:
         want(len(seen.queued_on) == 20, f"{len(seen.queued_on)} of 20 queued jobs ran")
         want(node not in seen.queued_on, f"queued jobs ran on {node}")
-    if plan.fault == "node-lost" and plan.spare:
+    if plan.is_replaced:
         want(seen.replaced, "no replacement was told")
         want(
             seen.again_s is not None and seen.again_s <= MOST_AGAIN_S,
             f"first step {seen.again_s} s after the replacement was told",
         )
     if plan.fault != "python-error":
-        want(seen.losses.keys() == seen.reference.keys(), "not every rank made every step")
+        last_step = max((step for _, step in seen.losses), default=0)
+        every = {place for place in seen.reference if place[1] <= last_step}
+        want(seen.losses.keys() == every and last_step > 9, "not every rank made every step")
     other = [place for place, got in seen.losses.items() if got != seen.reference.get(place)]
     want(not other, f"{len(other)} losses differ from those of an undisturbed training")
     return wrong

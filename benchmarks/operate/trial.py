@@ -21,12 +21,13 @@ from benchmarks.operate.judge import Losses, Seen, faults
 from benchmarks.operate.plans import Plan
 
 JOB = Path(__file__).with_name("job.py")
-STEPS = 40
+STEPS = 2000  # at most: a trial has the job end soon after it trains again
 PAUSE_S = 0.1
 QUEUED = 20
 _JOIN_S = 20  # longer than a killed launcher takes to be started again
 _PATIENCE_S = 150.0
 _NOBODY = 65534
+_REPLACED = re.compile(r"^keepstep: .* replaced\b", re.MULTILINE)
 
 
 def keepstep(*words: str) -> list[str]:
@@ -103,13 +104,20 @@ class Trial:
         """Submit the job, hurt it, and wait until it is over."""
         self._submit()
         until(lambda: self._step() >= self.plan.at_step, "the job trains", _PATIENCE_S)
+        until(self._is_warm, "standbys are warm, as in a job that is older than a minute", _PATIENCE_S)
         self._hurt()
-        if self.plan.fault == "node-lost" and self.plan.user == "root":
+        if self.plan.is_replaced:
+            until(self._told, "a replacement is told", _PATIENCE_S)
+        if self.plan.fault == "slow-node" and not self.plan.spare:
+            until(lambda: self._named("slow"), "the slow node is named", _PATIENCE_S)
+        step = self._step() + 10
+        until(lambda: self._step() >= step or self._has_ended(), "the job trains on", _PATIENCE_S)
+        if self.plan.is_drained:
             until(lambda: self.node in self._reasons(), "the node is drained")
-            self._told()
             self.bed.start_node(self.node)  # without the drain it would be given to other jobs again
+        (self.work / "enough").touch()
         until(self._is_over, "the job is over", _PATIENCE_S)
-        if self.plan.fault == "node-lost" and self.plan.user == "root":
+        if self.plan.is_drained:
             self._queue()  # now, as the job's own nodes are free, and for the jobs not to slow its recovery
             with suppress(AssertionError):
                 until(lambda: len(self._queued_on()) == QUEUED, "the queued jobs")
@@ -119,10 +127,13 @@ class Trial:
         shown = self._shown()
         folders = [*sorted(self.run_folder.glob("previous/*")), self.run_folder]
         ends = [json.loads(path.read_text()) for one in folders if (path := one / "end.json").exists()]
-        lost = self._lost(folders)
+        kind = {"node-lost": "crash", "slow-node": "slow"}.get(self.plan.fault, "")
+        named = self._named(kind) if kind else None
         later = [float(line[2]) for _, line in _lines(self.work)]
         told = self._told_unix_s
         again = min((at for at in later if told is not None and at > told), default=None)
+        # A slow node is drained once a spare has its ranks, which is told.
+        verdict = told if kind == "slow" else named and named[1]
         reason = self._reason_unix_s()
         return Seen(
             slurm_exit=_word(shown, "ExitCode"),
@@ -132,8 +143,8 @@ class Trial:
             starts_again=int(_word(shown, "Restarts") or 0),
             excluded=_word(shown, "ExcNodeList"),
             reasons=self._reasons(),
-            lost_node=lost[0] if lost else "",
-            reason_s=None if reason is None or lost is None else round(reason - lost[1], 2),
+            named_node=named[0] if named else "",
+            reason_s=None if reason is None or verdict is None else round(reason - verdict, 2),
             replaced=told is not None,
             again_s=None if again is None or told is None else round(again - told, 2),
             queued_on=self._queued_on(),
@@ -143,7 +154,15 @@ class Trial:
 
     def _submit(self) -> None:
         plan, work = self.plan, self.work
-        flags = ["--nnodes", str(plan.nodes), "--nproc-per-node", str(plan.ranks), "--max-restarts", "2"]
+        flags = [
+            "--verbose",
+            "--nnodes",
+            str(plan.nodes),
+            "--nproc-per-node",
+            str(plan.ranks),
+            "--max-restarts",
+            "2",
+        ]
         flags += ["--rdzv-conf", f"join_timeout={_JOIN_S}"]
         flags += ["--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", "3"]
         own = ["--node-remedy=auto", "--requeue", f"--nodes={plan.nodes + plan.spare}", "--exclusive"]
@@ -176,6 +195,8 @@ class Trial:
             self.bed.kill_launcher(self.node)
         elif plan.fault == "node-lost":
             self.bed.lose_node(self.node)
+        elif plan.fault == "slow-node":
+            (self.work / f"slow-{self.node}").touch()
         elif plan.fault == "python-error":
             (self.work / f"raise-{rank}").touch()
 
@@ -192,16 +213,25 @@ class Trial:
         path = self.bed.folder / "queued"
         return path.read_text().split() if path.exists() else []
 
-    def _told(self) -> None:
-        """Note when the job first tells of a replacement, if it has by now."""
-        path = self.work / "slurm.out"
-        if self._told_unix_s is None and path.exists() and " replaced" in path.read_text(errors="replace"):
+    def _told(self) -> bool:
+        """Whether the job has told of a replacement; it is noted when."""
+        if self._told_unix_s is None and _REPLACED.search(self._console()):
             self._told_unix_s = time.time()
+        return self._told_unix_s is not None
+
+    def _is_warm(self) -> bool:
+        """Whether all nodes, spares too, have said that their standbys are warm."""
+        return self._console().count("standbys are warm") >= self.plan.nodes + self.plan.spare
+
+    def _console(self) -> str:
+        path = self.work / "slurm.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _has_ended(self) -> bool:
+        return (self.run_folder / "end.json").exists()
 
     def _is_over(self) -> bool:
-        for _ in range(10):
-            self._told()
-            time.sleep(0.05)
+        time.sleep(0.5)
         state = _word(self._shown(), "JobState")
         going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         again = not self.plan.is_requeued or (self.run_folder / "previous").exists()
@@ -211,23 +241,26 @@ class Trial:
         return self.bed.run("scontrol", "show", "job", self.job).stdout if self.job else ""
 
     def _reasons(self) -> dict[str, str]:
-        self._told()
         shown = self.bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout
         found = dict(line.split("|", 1) for line in shown.splitlines())
         return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
 
     def _reason_unix_s(self) -> float | None:
-        """When the drain of the node stands in slurmctld's log."""
+        """When Slurm has the reason: of the drain; of an ordinary user in the job's comment, or as ``ExcNodeList``."""
+        order = rf"update_node: node {self.node} reason set to: \[node_problem\]"
+        if not self.plan.is_drained:
+            order = r"_update_job: setting comment to \[node_problem\]"
         log = (self.bed.folder / "slurmctld.log").read_text(errors="replace")
-        found = re.search(rf"\[(\S+)\] update_node: node {self.node} reason set to: \[node_problem\]", log)
+        found = re.search(rf"\[(\S+)\] {order}", log)
         return None if found is None else _unix_s(found[1])
 
-    def _lost(self, folders: list[Path]) -> tuple[str, float] | None:
-        """The node that an incident names as lost, and when."""
+    def _named(self, kind: str) -> tuple[str, float] | None:
+        """The node that an incident of this kind names as lost or slow, and when."""
+        folders = [*sorted(self.run_folder.glob("previous/*")), self.run_folder]
         for path in (one for folder in folders for one in sorted(folder.glob("incidents/[0-9]*.json"))):
             incident = json.loads(path.read_text())
             for one in incident["culprits"]:
-                if one.get("cause") == "node lost":
+                if incident["kind"] == kind == "slow" or one.get("cause") == "node lost":
                     return one["node"], incident["detected_unix_s"]
         return None
 

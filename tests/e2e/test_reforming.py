@@ -189,6 +189,34 @@ def test_a_spare_takes_the_place_of_a_killed_launcher(nodes: Nodes) -> None:
     assert [nodes.launchers[0].wait(PATIENCE_S), first.wait(PATIENCE_S)] == [0, 0], nodes.said()
 
 
+HOW = """
+import os, sys, time
+import torch
+torch.distributed.init_process_group("gloo")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, requires_grad=True))], lr=0.1)
+optimizer.step()
+path = os.path.join(sys.argv[1], f"how-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
+with open("/proc/self/cmdline") as how, open(path + ".draft", "w") as out: out.write(how.read())
+os.rename(path + ".draft", path)
+while not os.path.exists(os.path.join(sys.argv[1], "end")): time.sleep(0.05)
+"""
+
+
+def test_a_spare_keeps_standbys_warm_that_become_its_workers(nodes: Nodes) -> None:
+    script = nodes.folder / "how.py"
+    script.write_text(HOW)
+    flags = ("--standbys", "1", "--verbose")
+    for _ in range(3):
+        nodes.start(str(script), str(nodes.folder), flags=flags)
+    until(lambda: "standbys are warm for local ranks 0\n" in nodes.said())
+    spare = until(lambda: read(nodes.folder / "run/status.json").get("spares"))[0]
+    nodes.launchers[1 if spare != "node-1" else 2].kill()
+    until(lambda: all((nodes.folder / f"how-{rank}-1").exists() for rank in range(2)))
+    (nodes.folder / "end").touch()
+    assert nodes.launchers[0].wait(PATIENCE_S) == 0, nodes.said()
+    assert "standby.py" in (nodes.folder / "how-1-1").read_text()
+
+
 def test_a_spare_that_is_not_needed_ends_with_the_job(nodes: Nodes) -> None:
     script = nodes.folder / "meet.py"
     script.write_text(MEET)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from keepstep.control.backup_orders import Backups
 from keepstep.control.cases import Cases
-from keepstep.control.cluster import Cluster, Node
+from keepstep.control.cluster import Cluster
 from keepstep.control.effects import Effect, Send, StoreStop, Tell
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
@@ -46,6 +46,7 @@ from keepstep.wire.messages import (
     Heartbeat,
     Held,
     Hello,
+    Imports,
     Inventory,
     Join,
     Kept,
@@ -236,12 +237,6 @@ class Controller:
     def _found(self, sender: Peer, message: Found, now_s: float) -> None:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
-
-    def _tested(self, node: Node, message: Held | Measured, now_s: float) -> None:
-        self.cases.desk.validations.told(node, message, now_s)
-
-    def _validate(self, sender: Peer, message: Validate, now_s: float) -> None:
-        self.cases.desk.validations.asked(sender.number, message, now_s)
 
     def _locate(self, sender: Peer, message: Locate, now_s: float) -> None:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
@@ -468,7 +463,9 @@ class Controller:
         Found: _found,
         Locate: _locate,
         Operate: _operate,
-        Validate: _validate,
+        Validate: lambda self, by, message, now_s: self.cases.desk.validations.asked(
+            by.number, message, now_s
+        ),
         Join: _join,
         Moved: lambda self, sender, message, now_s: self.placing.moved(sender, message),
         Ended: _ended,
@@ -479,10 +476,13 @@ class Controller:
         Failed: _failed,
         Halted: _halted,
         Kept: _kept,
+        Imports: lambda self, _, message, now_s: self.placing.imported(message),
     }
     _FROM_NODES: ClassVar[_Handlers] = {
         **dict.fromkeys((Profile, States, Probed), lambda self, by, it, at: self.cases.answered(by, it, at)),
-        **dict.fromkeys((Held, Measured), _tested),
+        **dict.fromkeys(
+            (Held, Measured), lambda self, by, it, at: self.cases.desk.validations.told(by, it, at)
+        ),
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Words: lambda self, node, message, now_s: self.cases.heard(node, message),

@@ -14,7 +14,7 @@ from keepstep.launch.course import Outcome, Parts
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
     from keepstep.launch.controller.member import Member
-    from keepstep.wire import Kill, Seal, Stop
+    from keepstep.wire import Imports, Kill, Seal, Stop
 
 LONG_STILL_S = 60.0
 _USUAL_TIMES = 4
@@ -27,6 +27,7 @@ class Orders:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._run, self._course = parts, parts.run, parts.course
         self._is_spare = False
+        self._imports: Imports | None = None  # what standbys of this spare import
         self._no_restart_told = False
         self._sealing: asyncio.Task[None] | None = None
         self._lease: asyncio.Task[None] | None = None
@@ -49,6 +50,15 @@ class Orders:
                 f"{self._run.job.node} is a spare: the job has its nodes, and gets this one when one is lost"
             )
         self._is_spare = member.is_spare
+        if member.is_spare and member.imports is not None and self._parts.crew.workers is None:
+            self._warm_spare(member.imports)
+
+    def _warm_spare(self, imports: Imports) -> None:
+        """Have standbys and an agent wait on a spare, so that it is no later than the others when it gets a place."""
+        if imports != self._imports:
+            self._imports = imports
+            self._parts.crew.warm_for_spare((imports.modules, dict(imports.environment)))
+            self._parts.watching.expect_first()
 
     def _end_hung(self, kill: Kill) -> None:
         course, workers = self._course, self._parts.crew.workers

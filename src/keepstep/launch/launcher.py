@@ -51,6 +51,7 @@ from keepstep.launch.workers.incarnation import Crew, Workers
 from keepstep.launch.workers.processes import Processes
 from keepstep.launch.workers.recovery_times import sentence
 from keepstep.launch.workers.rings import autoloads
+from keepstep.launch.workers.standbys import Imports
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
@@ -85,6 +86,7 @@ class Launcher:
             finished=lambda: course.settle(Outcome("finished", 0, "finished")),
             told=self._on_death,
             recovered=self._on_recovery,
+            imported=self._on_imports,
         )
         self._parts = parts = Parts(
             *(self._run, course, self._crew, self._controller, self._watching, self._caching, self._checks)
@@ -303,6 +305,15 @@ class Launcher:
         self._run.say(sentence(recovery))
         if link := self._course.link:
             link.send(link.member.recovered(recovery))
+
+    def _on_imports(self, imports: Imports) -> None:
+        """Have spares import what the workers of the first node do."""
+        from keepstep.launch.controller.told_imports import for_spares
+
+        link, place = self._course.link, self._course.place
+        if link and place and place.node_rank == 0 and place.node_count > 1:
+            told = for_spares(*imports)
+            link.send(link.member.imported(told) if told else [])
 
     def _on_controller(self) -> None:
         """Watch the job of one node, because its controller can be met now."""

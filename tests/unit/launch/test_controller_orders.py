@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome
-from keepstep.wire import Kill, Stop
+from keepstep.wire import Imports, Kill, Stop
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -30,6 +30,7 @@ class Member:
     stop: Stop | None = None
     must_halt: bool = False
     is_spare: bool = False
+    imports: Imports | None = None
     begins_again: bool = True
 
 
@@ -42,6 +43,7 @@ class Node:
     said: list[str] = field(default_factory=list[str])
     killed: list[int] = field(default_factory=list[int])
     controller_may_end: bool = False
+    expected: list[object] = field(default_factory=list[object])
 
     def __post_init__(self) -> None:
         self.course = Course()
@@ -56,11 +58,18 @@ class Node:
         def may_end() -> None:
             self.controller_may_end = True
 
+        def expect_first() -> None:
+            self.expected.append("agent")
+
         job: Any = SimpleNamespace(node="a", max_restarts=1)
         parts: Any = SimpleNamespace(
             course=self.course,
             run=SimpleNamespace(job=job, say=self.said.append, warn=self.said.append),
-            crew=SimpleNamespace(workers=SimpleNamespace(kill=kill)),
+            crew=SimpleNamespace(
+                workers=None if self.member.is_spare else SimpleNamespace(kill=kill),
+                warm_for_spare=self.expected.append,
+            ),
+            watching=SimpleNamespace(expect_first=expect_first),
             controller=SimpleNamespace(may_end=may_end),
         )
         self.orders = Orders(parts)
@@ -95,6 +104,17 @@ async def test_a_spare_has_not_failed_with_the_job() -> None:
     node.member.stop = stop(7)
     node.orders.follow()
     assert node.course.outcome.result().code == 0
+
+
+@in_a_loop
+async def test_on_a_spare_standbys_and_an_agent_wait_once_it_is_told_what_workers_import() -> None:
+    node = Node(member=Member(is_spare=True))
+    node.orders.follow()
+    assert node.expected == []
+    node.member.imports = Imports(("json", "torch"), (("OMP_NUM_THREADS", "1"),))
+    node.orders.follow()
+    node.orders.follow()
+    assert node.expected == [(("json", "torch"), {"OMP_NUM_THREADS": "1"}), "agent"]
 
 
 @in_a_loop

@@ -8,6 +8,7 @@ before a marker make its class. Classes repeat with each iteration, so their per
 from __future__ import annotations
 
 from collections import Counter, deque
+from math import comb
 
 Sequence = bytes  # 8 for each symbol
 
@@ -16,6 +17,8 @@ _MATCH = 0.9
 _STILL = 0.75
 _MEMORY = 192
 _KINDS = 48
+_MOST_CHANCE = 1e-6  # looked for at every lag, and again with every step
+_OPTIONAL_MARKERS = 96
 
 
 class StepMarkers:
@@ -56,7 +59,7 @@ class StepMarkers:
             return False
         self._since = 0
         classes = self._classes()
-        found = marker_period(classes)
+        found = self._period(classes)
         if found is None and not self.per_step and len(classes) >= _MEMORY // 2:
             found = 1
         if found is None or found == self.per_step:
@@ -70,6 +73,40 @@ class StepMarkers:
         changed = (found, offset) != (self.per_step, self.offset)
         self.per_step, self.offset, self._rival = found, offset, 0
         return changed
+
+    def _period(self, classes: list[int]) -> int | None:
+        """The period of the classes; None while none is evident.
+
+        Operations that come in some iterations only, at no fixed distance, may repeat by chance for a while. So a
+        period that is not there without them counts once chance can hardly explain it, and else they are overlooked.
+        """
+        found = marker_period(classes)
+        kinds = [kind for _, kind in self._seen]
+        without = self._without_optional(kinds)
+        if without == classes or found == marker_period(without):
+            return found
+        if found is not None and _chance(classes, found) < _MOST_CHANCE:
+            return found
+        return marker_period(without) if len(kinds) >= _OPTIONAL_MARKERS else None
+
+    def _without_optional(self, kinds: list[int]) -> list[int]:
+        """The classes, where one counts as a more frequent one that has all its operations, or some of them."""
+        counts = Counter(kinds)
+        fold: dict[int, int] = {}
+        for kind, count in counts.items():
+            content, _ = self._known[kind]
+            related = [
+                (often, other)
+                for other, often in counts.items()
+                if (often, other) > (count, kind) and self._is_related(content, self._known[other][0])
+            ]
+            fold[kind] = max(related, default=(count, kind))[1]
+        return [fold[kind] for kind in kinds]
+
+    @staticmethod
+    def _is_related(one: Sequence, other: Sequence) -> bool:
+        short, long = sorted((one, other), key=len)
+        return 0 < len(short) < len(long) and _is_subsequence(short, long)
 
     def _classes(self) -> list[int]:
         """The classes seen; a rare class that contains a frequent one, plus for example an evaluation, counts as it."""
@@ -111,6 +148,15 @@ def marker_period(classes: list[int]) -> int | None:
 def _agreement(classes: list[int], lag: int) -> float:
     pairs = len(classes) - lag
     return sum(classes[i] == classes[i + lag] for i in range(pairs)) / pairs if pairs > 0 else 0.0
+
+
+def _chance(classes: list[int], lag: int) -> float:
+    """How likely as many classes or more would repeat after ``lag`` if each were drawn, as often as it is there."""
+    steady = classes[2:]
+    pairs = len(steady) - lag
+    same = sum(steady[i] == steady[i + lag] for i in range(pairs))
+    likely = sum((count / len(steady)) ** 2 for count in Counter(steady).values())
+    return sum(comb(pairs, k) * likely**k * (1 - likely) ** (pairs - k) for k in range(same, pairs + 1))
 
 
 def _is_subsequence(short: Sequence, long: Sequence) -> bool:

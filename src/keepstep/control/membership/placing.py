@@ -12,7 +12,7 @@ from keepstep.control.membership.peers import Admission, Peer, Peers
 from keepstep.control.membership.reforming_orders import Exclude
 from keepstep.control.membership.rendezvous import Launcher, Placed, Rendezvous
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
-from keepstep.wire.messages import Council, Moved, Placement, Spare, Stop
+from keepstep.wire.messages import Council, Imports, Moved, Placement, Spare, Stop
 
 _MOST_TEXT = 500  # characters of a reason that is sent to a launcher
 
@@ -28,6 +28,7 @@ class Placing:
     ending: Ending
     effects: list[Effect]
     admission: Admission
+    imports: Imports | None = None  # what the job's workers import, for standbys of spares
     # To be ended once electors agree on the table.
     excluded: list[Exclude] = field(default_factory=list[Exclude])
 
@@ -59,8 +60,17 @@ class Placing:
                 self.effects.append(Send((peer,), placement))
         if placed.spares:
             self.effects.append(Send(placed.spares, Spare(len(self.rendezvous.placements))))
+            if self.imports is not None:
+                self.effects.append(Send(placed.spares, self.imports))
         for peer, reason in placed.refusals:
             self.peers.refuse(peer, reason)
+
+    def imported(self, imports: Imports) -> None:
+        """Have the standbys of spares import what the job's workers do."""
+        self.imports = imports
+        found = (self.rendezvous.peer(launcher) for launcher in self.rendezvous.spares)
+        if spares := tuple(peer for peer in found if peer is not None):
+            self.effects.append(Send(spares, imports))
 
     def exclude(self, order: Exclude) -> None:
         """End a launcher that plays no part any more; not before electors agree, as it may be one of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.core.errors import UsageError
 from keepstep.core.staying import ADDRESS as STAYING
@@ -32,6 +32,11 @@ OURS = frozenset(
 """Variables that every worker is given anew, and no other process has."""
 GLOO_IN_BATCHES = ("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "GLOO_ENABLE_STORE_V2_API")
 """Variables that have Gloo set up a group from short values, 128 ranks at once; see docs/design/recovery.md."""
+BY_PLACE = frozenset(
+    {"RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"}
+    | {"MASTER_ADDR", "MASTER_PORT"}
+)
+"""Variables that a spare does not know before it has a place."""
 _LOCAL_RANK_MACRO = "${local_rank}"
 
 
@@ -77,6 +82,13 @@ def worker_plan(
         command=worker_command(job, local_rank, environ),
         environment={**worker_environment(job, place, local_rank, environ), **more},
     )
+
+
+def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str]) -> WorkerPlan:
+    """The worker that a spare will have, as far as it is known: not its rank, nor who the others are (`BY_PLACE`)."""
+    plan = worker_plan(job, Place(0, 0, 1, 1, "", 0), local_rank, environ, {})
+    known = {name: value for name, value in plan.environment.items() if name not in BY_PLACE}
+    return replace(plan, rank=-1, environment=known)
 
 
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -56,6 +56,7 @@ class Member:
         # What a new controller needs for its budgets, by incarnation.
         self._failures: dict[int, wire.Failed] = {}
         self._ended: wire.Ended | None = None
+        self._imported: wire.Imports | None = None  # what this node's workers import, for spares
         self._alone_since_s: float | None = None  # since when the controller's host has not answered
         self._away_since_s: float | None = None  # since when there is no connection
         self._suspended = False
@@ -66,6 +67,7 @@ class Member:
         self.begins_fresh = False  # no process of the incarnation that ends is to play in the next
         self.refusal = ""  # why the controller does not let this launcher join
         self.is_spare = False  # this launcher waits for a place
+        self.imports: wire.Imports | None = None  # what standbys of a spare are to import
         self.elector: Elector | None = None  # its vote, where the controller can move to another node
         self.is_void = False  # the connected controller has been replaced by a newer one
 
@@ -120,6 +122,7 @@ class Member:
             *(wire.Found(finding) for finding in self._findings),
         ]
         said += [*self._failures.values(), *([self._ended] if self._ended is not None else [])]
+        said += [self._imported] if self._imported is not None else []
         if self._halted >= max(self.incarnation, 0):
             said.append(self._said_halted())
         return said
@@ -150,6 +153,9 @@ class Member:
     def _is_spare(self, _: wire.Spare) -> None:
         self.is_spare = True
 
+    def _is_told_imports(self, imports: wire.Imports) -> None:
+        self.imports = imports
+
     def _stops(self, order: wire.Stop) -> None:
         self.stop = order
 
@@ -169,6 +175,7 @@ class Member:
         wire.Seal: _seals,
         wire.Kill: lambda self, order: self.kills.append(order),
         wire.Spare: _is_spare,
+        wire.Imports: _is_told_imports,
         wire.Stop: _stops,
         wire.Renamed: _renamed,
         wire.Refused: _refused,
@@ -193,6 +200,11 @@ class Member:
             return []
         said = wire.Said(-1, row, text[:_MOST_TEXT], "launcher", 0, unix_s)
         return [wire.Words(self.placement.node_rank, (said,))]
+
+    def imported(self, imports: wire.Imports) -> list[wire.Message]:
+        """Tell what this node's workers import, for standbys of spares."""
+        self._imported = imports
+        return [imports]
 
     def recovered(self, recovery: Recovery) -> list[wire.Message]:
         """Tell that all ranks of this node train again after a restart."""

@@ -98,6 +98,11 @@ class Watching:
         if self._agent and not self._gave_up:
             self._waiting.start()
 
+    def expect_first(self) -> None:
+        """Have the first agent do its imports, because this node waits for a place."""
+        if self._run.job.watch:
+            self._waiting.start()
+
     @property
     def is_ready(self) -> bool:
         """Whether the agent that was expected has done its imports, or none was."""

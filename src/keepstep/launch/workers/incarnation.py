@@ -13,7 +13,7 @@ from keepstep.core.abort_file import drop_empty
 from keepstep.core.incident import Recovery
 from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import STDERR, STDOUT
-from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, worker_plan
+from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, spare_plan, worker_plan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.signals import pass_on
 from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
@@ -28,6 +28,7 @@ from keepstep.launch.workers.root_cause import (
     seem_left,
     to_blame,
 )
+from keepstep.launch.workers.standbys import Imports
 from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, sizes, worker_streams
 
 _SWEEP_PATIENCE_S = 5.0
@@ -321,11 +322,12 @@ class Crew:
         finished: Callable[[], None],
         told: Callable[[Failure], None],
         recovered: Callable[[Recovery], None],
+        imported: Callable[[Imports], None],
     ) -> None:
         """``environ``: of each worker, beside what its place adds.
 
         ``failed``, ``finished`` and ``told`` are called as by `Workers`, ``recovered`` when all ranks train again after
-        a restart.
+        a restart, ``imported`` with what they import.
         """
         self._run, self.environ = run, environ
         self._failed, self._finished, self._told = failed, finished, told
@@ -337,6 +339,7 @@ class Crew:
             run,
             environ,
             recovered=recovered,
+            imported=imported,
             raised=lambda rank: self.workers and self.workers.raised(rank),
             leaves=lambda rank: self.workers and self.workers.leaves(rank),
         )
@@ -345,6 +348,13 @@ class Crew:
     def failures(self) -> list[Failure]:
         """Failures in the newest incarnation, in the order in which they were seen."""
         return self.workers.failures if self.workers else []
+
+    def warm_for_spare(self, imports: Imports) -> None:
+        """Warm standbys on a node that has no place yet, by what the workers of another node import."""
+        standbys = self.restarts.standbys
+        standbys.folder = self._run.folder / "spares" / str(os.getpid())
+        plans = [spare_plan(self._run.job, local, self.environ) for local in range(self._run.job.nproc)]
+        standbys.warm_for_spare(imports, plans)
 
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:
         """Begin an incarnation. ``environment``: what each worker alone is given, by local rank.

@@ -15,7 +15,7 @@ from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.recovery_times import Milestones, Restart
 from keepstep.launch.workers.root_cause import Failure
-from keepstep.launch.workers.standbys import Standbys
+from keepstep.launch.workers.standbys import Imports, Standbys
 from keepstep.launch.workers.survivors import Survivors
 
 _WARM_AFTER_S = 60.0  # seconds after which standbys are warmed though no optimizer step was seen
@@ -34,14 +34,16 @@ class Restarts:
         recovered: Callable[[Recovery], None],
         raised: Callable[[int], object],
         leaves: Callable[[int], object] = lambda _: None,
+        imported: Callable[[Imports], object] = lambda _: None,
     ) -> None:
-        """``recovered`` is called once all ranks train again after a restart.
+        """``recovered`` is called once all ranks train again after a restart, ``imported`` with what workers import.
 
         ``raised`` is called with a rank that says that it ends with an error, where a restart may follow; ``leaves``
         with one that says that it ends.
         """
         self._job, job = run.job, run.job
-        self._recovered, self._raised, self._leaves = recovered, raised, leaves
+        self._recovered, self._raised, self._leaves, self._imported = recovered, raised, leaves, imported
+        self._have_told_imports = False
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(run, job.standbys, environ)
@@ -158,6 +160,9 @@ class Restarts:
         self._due = True
         if not self._is_last:
             self.standbys.warm(self._plans)
+        if not self._have_told_imports and (imports := self.standbys.imports) is not None:
+            self._have_told_imports = True
+            self._imported(imports)
 
     def _reached(self, name: str, rank: int, incarnation: int, at_s: float, step: int) -> None:
         if incarnation != self._incarnation:

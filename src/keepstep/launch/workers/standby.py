@@ -43,8 +43,7 @@ def main() -> None:
     _become_main(None if as_module else _absolute(script))
     launcher = socket.socket(fileno=int(os.environ.pop(_STANDBY)))
     launcher.set_inheritable(False)
-    ahead = _warm_up(os.environ.pop(_IMPORTS))
-    unfit = _unfit()
+    ahead, unfit = _warm_up(os.environ.pop(_IMPORTS))
     launcher.send(f"not fit: {unfit}".encode() if unfit else b"warm")
     if unfit:
         sys.exit(_NOT_FIT)
@@ -78,23 +77,43 @@ def _become_main(path: str | None) -> None:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)) if path else os.getcwd())
 
 
-def _warm_up(path: str) -> dict[str, str]:
-    """Import what the worker had imported, step an optimizer once; returns variables that this has set."""
+class _NotedReads(type(os.environ)):
+    """The environment while modules are imported that a spare imports: who asks for its rank is noted."""
+
+    unknown: frozenset[str] = frozenset()
+    read: str = ""
+
+    def __getitem__(self, key: str) -> str:
+        if key in self.unknown:
+            _NotedReads.read = key
+        return super().__getitem__(key)
+
+
+def _warm_up(path: str) -> tuple[dict[str, str], str]:
+    """Import what the worker had imported, step an optimizer once.
+
+    Returns variables that this has set, and what it has made that a fresh process would not have; "": nothing.
+    """
     with open(path) as file:
         told: dict[str, Any] = json.load(file)
     had_check = os.environ.get(_CHECK_WITHOUT_CONTEXT)
     os.environ.update({_CHECK_WITHOUT_CONTEXT: "1", **told["environment"]})
     before = dict(os.environ)
+    usual, _NotedReads.unknown = type(os.environ), frozenset(told.get("unknown", ()))
+    os.environ.__class__ = _NotedReads
     for name in told["modules"]:
         with suppress(BaseException):  # a script that still imports this meets the error itself
             importlib.import_module(name)
     if "torch" in sys.modules:
         with suppress(Exception):
             _step()
+    os.environ.__class__ = usual
     ahead = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if had_check is None:
         del os.environ[_CHECK_WITHOUT_CONTEXT]
-    return ahead
+    if _NotedReads.read:
+        return ahead, f"an import reads {_NotedReads.read}, which a spare does not know yet"
+    return ahead, _unfit()
 
 
 def _step() -> None:

@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from keepstep.core.errors import RunError
-from keepstep.core.own_folders import make_folder, open_file
+from keepstep.core.own_folders import make_folder, open_file, write_whole
 from keepstep.core.ranges import fold_ranks
-from keepstep.launch.command.placement import ERROR_FILE, IMPORTS, OURS, WorkerPlan
+from keepstep.launch.command.placement import BY_PLACE, ERROR_FILE, IMPORTS, OURS, WorkerPlan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, give_priority
@@ -28,6 +29,8 @@ TRIES = 3
 IDLE_S = 20.0
 """For so long a standby warms on CPU time that others leave, then at the usual priority; the next one sooner."""
 _MOST_BYTES = 4096
+Imports: TypeAlias = "tuple[Sequence[str], Mapping[str, str]]"
+"""Modules in the order in which they are imported, and variables that a script sets before."""
 PROGRAM = str(Path(__file__).with_name("standby.py"))
 # Variables that belong to one incarnation, or that would have a standby do what only a worker does.
 _NOT_YET = OURS | {ERROR_FILE, "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"}
@@ -52,6 +55,10 @@ class _LocalRank:
     standby: _Standby | None = None
     deaths: int = 0
     trouble: str = ""
+
+
+def _named(plan: WorkerPlan) -> str:
+    return f"rank {plan.rank}" if plan.rank >= 0 else f"local rank {plan.local_rank}"
 
 
 class Standbys:
@@ -91,8 +98,30 @@ class Standbys:
                 local = self._local_ranks.setdefault(
                     plan.local_rank, _LocalRank(plan, self._path(plan.local_rank))
                 )
-                local.plan = plan
+                local.plan, local.imports = plan, self._path(plan.local_rank)
         self._next()
+
+    @property
+    def imports(self) -> Imports | None:
+        """What all workers of this node that standbys are kept for import; None while one has not said it."""
+        try:
+            told = [json.loads(local.imports.read_bytes()) for local in self._local_ranks.values()]
+        except (OSError, ValueError):
+            return None
+        if not told:
+            return None
+        common = set[str].intersection(*(set(one["modules"]) for one in told))
+        first = told[0]
+        return [name for name in first["modules"] if name in common], first["environment"]
+
+    def warm_for_spare(self, imports: Imports, plans: Sequence[WorkerPlan]) -> None:
+        """Warm standbys for these workers, which have no rank yet, by what those of another node import."""
+        modules, environment = imports
+        content = json.dumps({"modules": modules, "environment": environment, "unknown": sorted(BY_PLACE)})
+        for plan in plans:
+            make_folder(self._path(plan.local_rank).parent)
+            write_whole(self._path(plan.local_rank), content.encode())
+        self.warm(plans)
 
     def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
         """Make the standby of a local rank a worker, as ``Restarts.take`` says; None when there is no warm one."""
@@ -138,12 +167,13 @@ class Standbys:
         plan = local.plan
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**self._environ, **plan.environment}
-        environment = {name: value for name, value in environment.items() if name not in _NOT_YET}
+        hidden = _NOT_YET if plan.rank >= 0 else _NOT_YET | BY_PLACE
+        environment = {name: value for name, value in environment.items() if name not in hidden}
         log = -1
         try:
             log = open_file(self.folder / "standbys.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             child = self._run.processes.start(
-                f"standby of rank {plan.rank}",
+                f"standby of {_named(plan)}",
                 (*plan.command[:2], PROGRAM, *plan.command[2:]),
                 {**environment, IMPORTS: str(local.imports), "KEEPSTEP_STANDBY": str(theirs.fileno())},
                 on_exit=lambda child: self._exited(local, child),
@@ -188,8 +218,10 @@ class Standbys:
         which.warm = True
         self._busy = which.hurried
         if all(one.standby and one.standby.warm for one in self._local_ranks.values()):
-            ranks = fold_ranks(one.plan.rank for one in self._local_ranks.values())
-            self._run.note(f"standbys are warm for ranks {ranks}")
+            plans = [one.plan for one in self._local_ranks.values()]
+            is_spare = any(one.rank < 0 for one in plans)
+            ranks = fold_ranks(one.local_rank if is_spare else one.rank for one in plans)
+            self._run.note(f"standbys are warm for {'local ' if is_spare else ''}ranks {ranks}")
         self._next()
 
     def _exited(self, local: _LocalRank, child: Child) -> None:
@@ -209,7 +241,7 @@ class Standbys:
         local.deaths += 1
         if local.deaths == TRIES:
             self._run.warn(
-                f"no standby for rank {local.plan.rank}: {reason} (see {self.folder}/standbys.log); "
+                f"no standby for {_named(local.plan)}: {reason} (see {self.folder}/standbys.log); "
                 "a restart begins it as a fresh process"
             )
         asyncio.get_running_loop().call_soon(self._next)

@@ -33,7 +33,9 @@ AgentMessage = (
     | Words
     | Bye
 )
-LauncherMessage = Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Words | Ended | Bye
+LauncherMessage = (
+    Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Imports | Words | Ended | Bye
+)
 ClientMessage = Hello | Validate | Operate | Moved | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
@@ -59,6 +61,7 @@ ToNode = (
     | Validated
     | Operated
     | SaveRings
+    | Imports
     | Stop
     | Renamed
     | Refused

@@ -21,6 +21,7 @@ MOST_LABEL = 100  # most characters in a failure domain's name
 MOST_SEATS = 7  # most launchers in a council
 MOST_TABLE = 1 << 16  # most rows of a rank table, one per node
 MOST_REPLICAS = 1 << 14  # most replicas of one model
+MOST_MODULES = 1 << 14  # most that a standby imports
 MOST_LOAD_BYTES = 64 << 20  # most test data that one probe sends
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]

@@ -249,6 +249,16 @@ class Operated(Message, frozen=True):
     refused: str = ""
 
 
+class Imports(Message, frozen=True):
+    """What workers import before they train: from the first node's launcher to the controller, and on to spares.
+
+    Their standbys import it, too. ``environment``: variables that the script sets before it imports torch.
+    """
+
+    modules: Annotated[tuple[limits.Label, ...], msgspec.Meta(max_length=limits.MOST_MODULES)]
+    environment: Annotated[tuple[tuple[limits.Label, limits.Line], ...], msgspec.Meta(max_length=64)] = ()
+
+
 class Renamed(Message, frozen=True):
     """To a launcher: another machine of the job has your node's name. Say Hello again, and join, with this one."""
 

@@ -7,7 +7,7 @@ from tests.unit.control.staged_job import Stage, sent
 from keepstep.control.effects import Tell
 from keepstep.control.membership.peers import Admission
 from keepstep.core.budgets import Limits
-from keepstep.wire import Failed, Halted, Join, Placement, Stop
+from keepstep.wire import Failed, Halted, Imports, Join, Placement, Stop
 
 VERSIONS = ("keepstep 0.1.0", "Python 3.11", "torch 2.13.0")
 
@@ -83,6 +83,12 @@ def with_spare(*, hosts: int = 0) -> Stage:
     for number in range(3):
         stage.come(number, hosts_controller=number == hosts)
     return stage
+
+
+def test_spares_are_told_what_workers_import_whenever_they_come() -> None:
+    stage, imports = with_spare(), Imports(("json", "torch"))
+    assert sent(stage.say(0, imports), Imports) == [((2,), imports)]
+    assert sent(stage.come(3), Imports) == [((3,), imports)]
 
 
 def recover(stage: Stage, *, unfit: int = -1) -> list[str]:

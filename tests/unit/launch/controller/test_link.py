@@ -112,6 +112,15 @@ def test_a_new_controller_hears_what_was_said_and_nothing_of_before() -> None:
     assert again[2] == wire.Failed(0, 137, "rank 2 died")  # for the budgets
 
 
+def test_what_workers_import_is_told_a_new_controller_and_spares() -> None:
+    imports = wire.Imports(("json",))
+    made = running()
+    assert made.imported(imports) == [imports]
+    assert made.greet()[-1] == imports
+    spare = member(wire.Spare(2), imports)
+    assert spare.imports == imports
+
+
 def test_a_spare_goes_without_a_failure() -> None:
     spare = member(wire.Spare(2))
     assert spare.is_spare

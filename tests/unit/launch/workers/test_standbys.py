@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,52 @@ def test_what_the_script_set_before_its_imports_is_set_before_them_and_gone_afte
         _, environ = json.loads((tmp_path / "out-0").read_text())
         assert name not in environ
         assert environ["LEFT"] == "here"
+        await node.end()
+
+    alone(main)
+
+
+def test_a_spare_warms_standbys_by_what_another_node_told(tmp_path: Path) -> None:
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+
+    async def main() -> None:
+        there = Node(tmp_path / "there", count=2, nproc=2)
+        there.standbys.warm(there.plans)
+        imports = there.standbys.imports
+        assert imports is not None
+        assert imports == (["json"], {})
+        await there.end()
+        node = Node(tmp_path / "here", count=2, nproc=2)
+        plans = [replace(plan, rank=-1) for plan in node.plans]
+        node.standbys.folder = tmp_path / "spares"
+        node.standbys.warm_for_spare(imports, plans)
+        await node.until(lambda: node.said)
+        assert node.said == ["standbys are warm for local ranks 0-1"]
+        child = node.take(1, RANK="5")
+        assert child is not None
+        await node.until(lambda: node.ended)
+        _, environ = json.loads((tmp_path / "here" / "out-1").read_text())
+        assert environ["RANK"] == "5"
+        await node.end()
+
+    alone(main)
+
+
+@pytest.mark.parametrize("read", ["os.environ.get('RANK')", "os.getenv('RANK')", "'RANK' in os.environ"])
+def test_a_standby_of_a_spare_whose_imports_ask_for_the_rank_is_not_used(tmp_path: Path, read: str) -> None:
+    (tmp_path / "asks.py").write_text(f"import os\nrank = {read}\n")
+
+    async def main() -> None:
+        node = Node(tmp_path, count=1, nproc=1)
+        node.standbys.folder = tmp_path / "spares"
+        node.standbys.warm_for_spare((["asks"], {}), [replace(plan, rank=-1) for plan in node.plans])
+        await node.until(lambda: node.said)
+        (said,) = node.said
+        assert said.startswith(
+            "no standby for local rank 0: not fit: an import reads RANK, which a spare does not know yet"
+        )
+        assert node.take(0) is None
         await node.end()
 
     alone(main)
