@@ -57,9 +57,10 @@ class SlurmOrders:
         self._nodes = list(nodes)
         self._budget = DrainBudget(len(nodes))
         self._done: set[str] = set()  # nodes about which something was done or said
-        self._read = {  # when each incident's file was written that has been read; those of an earlier run count not
-            path: path.stat().st_mtime_ns for path in self._incidents
-        }
+        # Incidents of an earlier run in this folder, by when their files were written.
+        self._earlier = {path: path.stat().st_mtime_ns for path in self._incidents}
+        self._read = dict(self._earlier)  # those that have been read, with these members of the job
+        self._members: frozenset[str] = frozenset()
         self.bad: list[str] = []  # nodes that the job should not be started on again
 
     async def watch(self, has_ended: Callable[[], bool]) -> None:
@@ -107,6 +108,8 @@ class SlurmOrders:
     def _new_faults(self) -> list[NodeFault]:
         found: list[NodeFault] = []
         members = members_of(self._folder)
+        if members != self._members:  # a slow node counts once a spare has its ranks, whenever that was
+            self._members, self._read = members, dict(self._earlier)
         for path in self._incidents:
             with suppress(OSError, RunError):
                 changed_ns = path.stat().st_mtime_ns
