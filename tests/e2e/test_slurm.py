@@ -54,10 +54,11 @@ def exit_code(bed: SlurmBed, job: str) -> str:
 
 
 def reasons(bed: SlurmBed) -> dict[str, str]:
-    """Why nodes were drained, by node."""
+    """Why nodes were drained, by node; Slurm 24.11 adds to a reason that the node does not respond."""
     lines = bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout.splitlines()
     found = dict(line.split("|", 1) for line in lines)
-    return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
+    whole = {node: why.strip().removesuffix(" : Not responding") for node, why in found.items()}
+    return {node: why for node, why in whole.items() if why != "Not responding"}
 
 
 def submitted(bed: SlurmBed, *words: str) -> str:

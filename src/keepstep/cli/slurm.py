@@ -114,9 +114,19 @@ def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str
     if "--dry-run" in own:
         print(f"# {shlex.join(command)}\n{script}", end="")
         return 0
+    waits = any(
+        re.fullmatch(r"-W|--wait", word) for word in for_sbatch
+    )  # for the job's end, and has its exit code
+    output = None if waits else subprocess.PIPE
     try:
         done = subprocess.run(
-            command, input=script, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+            command,
+            input=script,
+            stdout=output,
+            stderr=output,
+            text=True,
+            check=False,
+            timeout=None if waits else _PATIENCE_S,
         )
     except OSError as error:
         raise UsageError(
@@ -124,6 +134,8 @@ def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str
         ) from None
     except subprocess.TimeoutExpired:
         raise UsageError(f"sbatch: has not answered for {_PATIENCE_S:.0f} s; is slurmctld away?") from None
+    if waits:
+        return done.returncode
     if done.returncode:
         raise UsageError(f"sbatch refuses the job: {one_line(done.stderr.strip()) or done.returncode}")
     print(done.stdout, end="")

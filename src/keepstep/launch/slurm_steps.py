@@ -17,7 +17,8 @@ from pathlib import Path
 
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import STOPPED_BY_HAND, TEMPORARY_FAILURE, UNUSABLE
-from keepstep.launch.schedulers.slurm import OWN_NODES, job_of, nodes_in
+from keepstep.launch.schedulers.local import number_in
+from keepstep.launch.schedulers.slurm import MOST_GPUS, OWN_NODES, job_of, nodes_in
 from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
 from keepstep.report.ended_run import end_of
@@ -52,13 +53,15 @@ class SlurmSteps:
             orders: looks after bad nodes while the job runs.
             say: tells the user one line.
 
-        Raises UsageError where Slurm's variables do not list the nodes.
+        Raises UsageError where Slurm's variables do not list the nodes, or these have unlike numbers of GPUs.
         """
         self._nodes = nodes_in(environ, "SLURM_JOB_NODELIST")
         self._command, self._folder, self._restarts, self._say = tuple(command), folder, restarts, say
         self._job = job_of(environ)
         kept = {name: value for name, value in environ.items() if name not in _OF_ALL_STEPS}
         self._shares_gpus = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
+        if self._shares_gpus:
+            _check_shares(environ, len(self._nodes))
         self._environ = {**kept, OWN_NODES: environ["SLURM_JOB_NODELIST"]}
         self._earlier = end_of(folder)
         self._step_name = f"keepstep-{time.time_ns()}-{os.getpid()}"  # no other run's in the job
@@ -191,3 +194,14 @@ class SlurmSteps:
                     f"{self._folder / 'end.json'} was not written: the exit code is that of a launcher, {code}"
                 )
         return code
+
+
+def _check_shares(environ: Mapping[str, str], nodes: int) -> None:
+    """Slurm refuses a step of one node, or lets it wait for ever, where it has spread --gpus=N unevenly."""
+    here = number_in(environ, "SLURM_GPUS_ON_NODE", MOST_GPUS)
+    total = environ["SLURM_GPUS"].rpartition(":")[2]  # a kind may come before, as a100:16
+    if here is not None and total.isdigit() and int(total) != here * nodes:
+        raise UsageError(
+            f"--gpus={total}: Slurm spreads them unevenly over {nodes} nodes, {here} are here; "
+            "say --gpus-per-node"
+        )

@@ -11,6 +11,7 @@ from keepstep.launch.schedulers.local import Allocation, number_in
 OWN_NODES = "KEEPSTEP_SLURM_NODES"
 """Set by ``keepstep slurm``, which makes a job step of each node: the nodes of all these steps."""
 MOST_NODES = 200_000
+MOST_GPUS = 4096  # of a node
 _MOST_JOBS = 1 << 32
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux gives to connections
 _PART = re.compile(r"((?:[^,\[\]]|\[[0-9,-]+\])+)(?:,|$)")
@@ -48,7 +49,7 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
         run_id=str(number),
         node=node,
         failure_domain=leaf_switch(environ),
-        workers=number_in(environ, "SLURM_GPUS_ON_NODE", 4096) or 0,
+        workers=number_in(environ, "SLURM_GPUS_ON_NODE", MOST_GPUS) or 0,
     )
 
 
