@@ -125,6 +125,16 @@ class SlurmBed:
                 self.inside(*command), env=self.environ, stdout=log, stderr=log, start_new_session=True
             )
 
+    def start_controller(self) -> None:
+        """Start slurmctld; after `stop_controller` it knows the jobs that run."""
+        self.daemon("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
+
+    def stop_controller(self) -> None:
+        """End slurmctld."""
+        daemon = self.daemons.pop("slurmctld")
+        daemon.terminate()
+        daemon.wait(PATIENCE_S)
+
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
         self.daemon(node, "slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
@@ -277,7 +287,7 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
             *(f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
         )
         until((munge / "socket").exists, "munged")
-        bed.daemon("slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
+        bed.start_controller()
         for node in nodes:
             bed.start_node(node)
         until(lambda: all(bed.state(node) == "idle" for node in nodes), "all nodes are idle")

@@ -111,6 +111,25 @@ def test_a_node_that_is_lost_is_drained_and_its_spare_goes_on(bed: SlurmBed) -> 
     assert "Comment=[node_problem] keepstep" in bed.run("scontrol", "show", "job", job).stdout
 
 
+def test_while_slurmctld_is_away_training_goes_on_and_a_lost_node_is_told_later(bed: SlurmBed) -> None:
+    bed.run("scontrol", "update", "NodeName=n5", "State=DRAIN", "Reason=fan of rack 7")
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.stop_controller()
+    bed.lose_node("n1")
+    until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
+    out = bed.folder / f"slurm-{job}.out"
+    until(lambda: "`scontrol show node n1` fails" in out.read_text(), "it is said that Slurm does not answer")
+    bed.start_controller()
+    reason = f"[node_problem] keepstep run={job} incident=0001 node lost"
+    until(lambda: f"Comment={reason}" in bed.run("scontrol", "show", "job", job).stdout, "Slurm is told")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed)["n5"] == "fan of rack 7"
+
+
 @pytest.mark.long
 def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(bed: SlurmBed) -> None:
     job = submitted(bed, "--nodes=2", "--requeue", "--", TRAIN, str(bed.folder), "5", "--exit=7")

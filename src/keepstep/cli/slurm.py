@@ -64,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
             f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
         )
     runs_dir = Path(str(settings["runs_dir"].value))
-    folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"]).absolute()
+    job = job_of(environ)
+    folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"].strip()).absolute()
     command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
     orders = SlurmOrders(
-        *(job_of(environ), nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
+        *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
     )
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say)
@@ -109,7 +110,7 @@ def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:
 
 def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str], name: str) -> int:
     script = batch_script(own, for_run)
-    usual = [f"--job-name={name}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
+    usual = [f"--job-name={one_line(name)}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
     command = ["sbatch", *usual, *(["--requeue"] if "--requeue" in own else []), *for_sbatch]
     if "--dry-run" in own:
         print(f"# {shlex.join(command)}\n{script}", end="")

@@ -29,7 +29,9 @@ _REACH_S = 1.0
 _TRIES = 3  # how often a lost node is tried to be reached, and how many others to compare
 _SLURMD_PORT = 6818
 _RUNS = re.compile(r"\bJobState=RUNNING\b")
-_USED = re.compile(r"\bState=(?!\S*(DRAIN|DOWN))")
+_STATE = re.compile(r"\bState=(\S+)")  # the first one is Slurm's own, others may be words of a reason
+_AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
+_AWAY_S = 60.0  # how long slurmctld may be away when a job is to be requeued
 
 
 class SlurmOrders:
@@ -60,6 +62,9 @@ class SlurmOrders:
         self._read = {  # when each incident's file was written that has been read; those of an earlier run count not
             path: path.stat().st_mtime_ns for path in self._incidents
         }
+        self._put_off: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
+        self._told: list[NodeFault] = []  # those among them of which the user knows
+        self._again_s = 0.0
         self.bad: list[str] = []  # nodes that the job should not be started on again
 
     async def watch(self, has_ended: Callable[[], bool]) -> None:
@@ -67,11 +72,17 @@ class SlurmOrders:
         while not has_ended():
             await self.look()
             await asyncio.sleep(_LOOK_S)
+        self._again_s = 0.0
         await self.look()
 
     async def look(self) -> None:
         """Look for new faults once, and do what is to be done about them."""
-        for fault in self._new_faults() if self._remedy != "off" else ():
+        if self._remedy == "off":
+            return
+        again: list[NodeFault] = []
+        if self._put_off and time.monotonic() >= self._again_s:
+            again, self._put_off = self._put_off, []
+        for fault in (*again, *self._new_faults()):
             if fault.node not in self._done:
                 await self._handle(fault)
 
@@ -80,7 +91,17 @@ class SlurmOrders:
 
         One that Slurm is ending already, as it was cancelled, stays ended.
         """
-        if not _RUNS.search(await output_of("scontrol", "show", "job", self._job)):
+        asking = ("scontrol", "show", "job", self._job)
+        until_s = time.monotonic() + _AWAY_S
+        while (told := await _run(*asking))[1] is not None and time.monotonic() < until_s:
+            await asyncio.sleep(0.5)
+        if told[1] is not None:
+            self._say(
+                f"`{' '.join(asking)}` fails ({told[1]}): the job is not requeued; "
+                f"say `scontrol requeue {self._job}` once Slurm answers"
+            )
+            return False
+        if not _RUNS.search(told[0]):
             self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
             return False
         elsewhere = (  # Slurm lets a requeued job wait for two minutes, in which it takes these
@@ -117,28 +138,44 @@ class SlurmOrders:
         return found
 
     async def _handle(self, fault: NodeFault) -> None:
-        shown = await output_of("scontrol", "show", "node", fault.node)
+        shown, silent = await _run("scontrol", "show", "node", fault.node)
+        if silent is not None:
+            self._ask_later(fault, silent)
+            return
         if fault.kind == "lost" and not (
             await _is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
             return
         self._done.add(fault.node)
-        self.bad.append(fault.node)
+        if fault.node not in self.bad:
+            self.bad.append(fault.node)
         reason = fault.reason(self._job)
         drain = [one.replace("{node}", fault.node).replace("{reason}", reason) for one in self._drain]
-        if not shown:
-            self._say(f"Slurm does not tell the state of {fault.node}, which is left as it is: {reason}")
-        elif not _USED.search(shown):
+        state = _STATE.search(shown)
+        if state is None or re.search("DRAIN|DOWN", state[1]):
             self._say(f"{fault.node} is drained or down already; {reason}")
         elif self._remedy == "advise":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
         elif not self._budget.take(time.monotonic()):
             self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
         elif refused := (await _run(*drain))[1]:
-            self._say(f"Slurm does not drain {fault.node} ({refused}): the job keeps it; {reason}")
+            self._say(f"Slurm does not drain {fault.node} ({refused}): tell who runs the cluster; {reason}")
         else:
             self._say(f"drained {fault.node}: {reason}")
         await _scontrol("update", f"JobId={self._job}", f"Comment={reason}")
+
+    def _ask_later(self, fault: NodeFault, why: str) -> None:
+        """Note a fault about which nothing can be done yet, as Slurm does not answer; say so once."""
+        reason = fault.reason(self._job)
+        if fault not in self._told:
+            self._told.append(fault)
+            self._say(
+                f"`scontrol show node {fault.node}` fails ({why}): the node is left as it is until it answers; {reason}"
+            )
+        self._put_off.append(fault)
+        self._again_s = time.monotonic() + _AGAIN_S
+        if fault.kind != "lost" and fault.node not in self.bad:
+            self.bad.append(fault.node)
 
     async def _reaches_another(self, lost: str) -> bool:
         """Whether this host reaches another node of the job, as a firewall may keep it from all.
@@ -202,8 +239,7 @@ async def _run(*command: str) -> tuple[str, str | None]:
         await reading
         return "", f"no answer for {_COMMAND_S:.0f} s"
     out, err = (text.decode(errors="replace") for text in await reading)
-    return (
-        (out, None)
-        if process.returncode == 0
-        else ("", one_line(err.strip()) or f"exit code {process.returncode}")
-    )
+    if process.returncode == 0:
+        return out, None
+    last = ["", *err.strip().splitlines()][-1]  # lines before it tell of what failed on the way
+    return "", one_line(last) or f"exit code {process.returncode}"

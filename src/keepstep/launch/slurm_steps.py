@@ -23,6 +23,7 @@ from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
 from keepstep.report.ended_run import end_of
 
+_MOST_CPUS = 1 << 16  # of a node
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
 _LEFT_S = 30.0  # how long steps may outlive the job, as those on a lost node do
 _ENDED = frozenset({0, UNUSABLE, TEMPORARY_FAILURE, STOPPED_BY_HAND})
@@ -78,8 +79,8 @@ class SlurmSteps:
 
     def command(self, node: str) -> list[str]:
         """The command of the step that starts the launcher of one node, with all that the job has there."""
-        cpus = self._environ.get("SLURM_CPUS_PER_TASK")
-        gpus = self._environ.get("SLURM_GPUS_ON_NODE") if self._shares_gpus else None
+        cpus = number_in(self._environ, "SLURM_CPUS_PER_TASK", _MOST_CPUS)
+        gpus = number_in(self._environ, "SLURM_GPUS_ON_NODE", MOST_GPUS) if self._shares_gpus else None
         return [
             *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"),
             *(f"--job-name={self._step_name}", "--overlap", "--kill-on-bad-exit=0"),

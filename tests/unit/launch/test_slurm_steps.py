@@ -64,6 +64,14 @@ def test_a_step_takes_its_nodes_share_of_the_jobs_gpus(steps: SlurmSteps, tmp_pa
     assert asyncio.run(steps.run()) == 0
 
 
+def test_without_srun_it_is_said(tmp_path: Path) -> None:
+    orders = SlurmOrders("12", ["n0"], tmp_path, "off", print)
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n0", "PATH": str(tmp_path)}
+    steps = SlurmSteps(["true"], tmp_path, 0, environ, orders, print)
+    with pytest.raises(UsageError, match="srun: cannot be started: No such file or directory; it comes with"):
+        asyncio.run(steps.run())
+
+
 def test_gpus_that_are_spread_unevenly_are_told(tmp_path: Path) -> None:
     said: list[str] = []
     orders = SlurmOrders("12", ["n0", "n1"], tmp_path, "off", said.append)
