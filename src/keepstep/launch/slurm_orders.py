@@ -18,7 +18,7 @@ from typing import Literal
 from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
 from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
-from keepstep.report.ended_run import members_of
+from keepstep.report.ended_run import DrainedNode, members_of
 from keepstep.report.incidents import read_incident
 
 DRAIN = ("scontrol", "update", "NodeName={node}", "State=DRAIN", "Reason={reason}")
@@ -62,6 +62,7 @@ class SlurmOrders:
         self._read = {  # when each incident's file was written that has been read; those of an earlier run count not
             path: path.stat().st_mtime_ns for path in self._incidents
         }
+        self._asked: set[DrainedNode] = set(members_of(folder)[1])  # what operators have asked for
         self._put_off: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
         self._told: list[NodeFault] = []  # those among them of which the user knows
         self._again_s = 0.0
@@ -77,13 +78,11 @@ class SlurmOrders:
 
     async def look(self) -> None:
         """Look for new faults once, and do what is to be done about them."""
-        if self._remedy == "off":
-            return
         again: list[NodeFault] = []
         if self._put_off and time.monotonic() >= self._again_s:
             again, self._put_off = self._put_off, []
         for fault in (*again, *self._new_faults()):
-            if fault.node not in self._done:
+            if fault.kind == "told" or fault.node not in self._done:
                 await self._handle(fault)
 
     async def requeue(self) -> bool:
@@ -127,8 +126,10 @@ class SlurmOrders:
 
     def _new_faults(self) -> list[NodeFault]:
         found: list[NodeFault] = []
-        members = members_of(self._folder)
-        for path in self._incidents:
+        members, drained = members_of(self._folder)
+        found += [NodeFault(one.node, "told", 0, one.why) for one in drained if one not in self._asked]
+        self._asked = set(drained)
+        for path in self._incidents if self._remedy != "off" else ():
             with suppress(OSError, RunError):
                 changed_ns = path.stat().st_mtime_ns
                 if self._read.get(path) != changed_ns:
@@ -154,9 +155,9 @@ class SlurmOrders:
         state = _STATE.search(shown)
         if state is None or re.search("DRAIN|DOWN", state[1]):
             self._say(f"{fault.node} is drained or down already; {reason}")
-        elif self._remedy == "advise":
+        elif self._remedy == "advise" and fault.kind != "told":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
-        elif not self._budget.take(time.monotonic()):
+        elif fault.kind != "told" and not self._budget.take(time.monotonic()):
             self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
         elif refused := (await _run(*drain))[1]:
             self._say(f"Slurm does not drain {fault.node} ({refused}): tell who runs the cluster; {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -112,6 +113,30 @@ def test_off_means_off(bed: Bed) -> None:
     bed.incident()
     asyncio.run(orders.look())
     assert (bed.given, bed.said, orders.bad) == ([], [], [])
+
+
+@pytest.mark.parametrize("remedy", ["off", "advise", "auto"])
+def test_what_an_operator_drains_is_drained_once_by_slurm_whatever_the_remedy(
+    bed: Bed, remedy: NodeRemedy
+) -> None:
+    status, earlier = bed.folder / "status.json", {"node": "n1", "why": "of an earlier run", "incarnation": 1}
+    status.write_text(json.dumps({"drained": [earlier]}))
+    orders = bed.orders(remedy)
+    told = {"node": "n2", "why": "fan; \x1b[31m loud", "incarnation": 1}
+    for drained in ([earlier], [told], [told], [told, {**told, "node": "n3"}]):
+        status.write_text(json.dumps({"drained": drained}))
+        asyncio.run(orders.look())
+    reason = r"[node_problem] keepstep run=12 by hand: fan; \x1b[31m loud"
+    assert bed.said == [f"drained n2: {reason}", f"drained n3: {reason}"], "no budget bounds it"
+    assert orders.bad == ["n2", "n3"]
+
+
+def test_somebody_elses_drain_stays_though_an_operator_asks(bed: Bed) -> None:
+    bed.scontrol(state="IDLE+DRAIN")
+    orders = bed.orders("off")
+    (bed.folder / "status.json").write_text('{"drained": [{"node": "n2", "why": "x", "incarnation": 1}]}')
+    asyncio.run(orders.look())
+    assert bed.said == ["n2 is drained or down already; [node_problem] keepstep run=12 by hand: x"]
 
 
 def test_a_node_that_answers_is_left_alone(bed: Bed) -> None:
