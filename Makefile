@@ -25,7 +25,7 @@ NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo frameworks nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels
-.PHONY: wheels-check soak bench clean
+.PHONY: wheels-check soak bench slurm-24 clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
@@ -34,6 +34,7 @@ help:
 	@echo "make smoke   capture, verdict and recovery on Gloo with the torch of make test-cuda, or another (CONTRIBUTING)"
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make frameworks  Lightning, DeepSpeed and Megatron, for their tests and campaigns"
+	@echo "make slurm-24  the tests on Slurm with its version 24.11 (root; once: debootstrap, 90 MB)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
 	@echo "make check   linters, types, layers, docs"
 	@echo "make wheels  wheels that need no compiler (glibc 2.28 or newer), and the demo from one"
@@ -93,6 +94,10 @@ $(CUDA): | $(DEV)
 	for wheel in $(CUDA_VENV)/headers/*.whl; do \
 	  $(BIN)/python -m zipfile -e $$wheel $(CUDA_VENV)/headers && rm $$wheel || exit 1; done
 	@touch $@
+
+# The tests of `keepstep slurm` with Debian 13's Slurm instead of this machine's.
+slurm-24: $(DEV)
+	KEEPSTEP_SLURM="$$(tools/slurm_24.sh)" $(PYTEST) -m "not long" tests/e2e/test_slurm.py
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py

@@ -1,6 +1,9 @@
 """A real Slurm on this machine: munged, slurmctld and a slurmd for each node, all below one folder, for one test.
 
 The nodes n0, n1, … are names of this host: in the mount namespace of every process here, ``/etc/hosts`` says so.
+
+With ``KEEPSTEP_SLURM`` all processes see that folder's Linux, and so its Slurm, instead of this machine's; Python,
+keepstep and what they write stay this machine's. ``tools/slurm_24.sh`` makes such a folder.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from keepstep.core.own_address import ANYWHERE, address_towards
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare")
 PATIENCE_S = 180.0
 _SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+_OTHER = os.environ.get("KEEPSTEP_SLURM", "")
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 _CONF = """\
 ClusterName=bed
@@ -63,6 +68,9 @@ def missing() -> str:
     """Why there can be no bed here; empty where there can."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
+    if _OTHER:
+        whole = (Path(_OTHER) / ".ready").exists()
+        return "" if whole else f"KEEPSTEP_SLURM={_OTHER}: was not made by tools/slurm_24.sh"
     absent = [name for name in PROGRAMS if shutil.which(name, path=_SBIN) is None]
     return (
         f"not installed: {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
@@ -82,7 +90,11 @@ class SlurmBed:
 
     def inside(self, *command: str) -> list[str]:
         """A command as it runs on the bed: names of nodes are known to it."""
-        mount = f'mount --bind {self.folder}/hosts /etc/hosts && {_open_python(self.folder)} exec "$@"'
+        hosts = f"{self.folder}/hosts"
+        if _OTHER:
+            mount = _in_other_linux(self.folder, hosts)
+        else:
+            mount = f'mount --bind {hosts} /etc/hosts && {_open_python(self.folder)} exec "$@"'
         return ["unshare", "--mount", "--propagation=private", "sh", "-c", mount, "sh", *command]
 
     def run(
@@ -112,6 +124,16 @@ class SlurmBed:
             self.daemons[name] = subprocess.Popen(
                 self.inside(*command), env=self.environ, stdout=log, stderr=log, start_new_session=True
             )
+
+    def start_controller(self) -> None:
+        """Start slurmctld; after `stop_controller` it knows the jobs that run."""
+        self.daemon("slurmctld", "slurmctld", "-D", "-f", f"{self.folder}/slurm.conf")
+
+    def stop_controller(self) -> None:
+        """End slurmctld."""
+        daemon = self.daemons.pop("slurmctld")
+        daemon.terminate()
+        daemon.wait(PATIENCE_S)
 
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
@@ -161,6 +183,29 @@ def _open_python(folder: Path) -> str:
         f"mkdir -p {folder}/python && mount --bind {prefix} {folder}/python && "
         f"mount -t tmpfs -o mode=755 tmpfs {closed[0]} && mkdir -p {prefix} && "
         f"mount --bind {folder}/python {prefix} &&"
+    )
+
+
+def _in_other_linux(folder: Path, hosts: str) -> str:
+    """Shell commands that run "$@" in the folder ``_OTHER``. What they mount ends with the last process there."""
+    root = folder / "linux"
+    kept: list[Path] = []  # what is this machine's
+    for path in (
+        Path("/tmp"),
+        *(Path(one).resolve() for one in (sys.base_prefix, sys.prefix)),
+        _REPOSITORY,
+        folder,
+    ):
+        if not any(path.is_relative_to(one) for one in kept):
+            kept.append(path)
+    binds = [f"mkdir -p {root}{path} && mount --bind {path} {root}{path} &&" for path in kept]
+    kernels = [f"mount --rbind {path} {root}{path} &&" for path in ("/proc", "/sys", "/dev")]
+    return " ".join(
+        [
+            f"mkdir -p {root} && mount --bind {_OTHER} {root} && mount --bind {hosts} {root}/etc/hosts &&",
+            *(_open_python(folder), *binds, *kernels),
+            f'exec chroot {root} env --chdir={folder} "$@"',
+        ]
     )
 
 
@@ -242,7 +287,7 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
             *(f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
         )
         until((munge / "socket").exists, "munged")
-        bed.daemon("slurmctld", "slurmctld", "-D", "-f", f"{folder}/slurm.conf")
+        bed.start_controller()
         for node in nodes:
             bed.start_node(node)
         until(lambda: all(bed.state(node) == "idle" for node in nodes), "all nodes are idle")

@@ -84,6 +84,9 @@ def test_two_nodes_exchange_their_ranks_and_back(tmp_path: Path) -> None:
         until(lambda: log.exists() and len(log.read_text().splitlines()) > 8)
         assert ctl(hosts[0], run, "exchange", "node-a", "node-x").startswith("2 "), "it has no node-x"
         assert ctl(hosts[0], run, "exchange", "node-a", "node-b", "--now").startswith("2 ")
+        assert "no spare waits to take the place of node-b" in ctl(hosts[0], run, "drain", "node-b")
+        would = ctl(hosts[0], run, "exchange", "node-a", "node-c", "--dry-run")
+        assert "node-a and node-c would exchange their ranks" in would, would
         places: list[list[str]] = []
         for incarnation in (1, 2):
             told = ctl(hosts[0], run, "exchange", "node-a", "node-c")

@@ -15,6 +15,7 @@ from tests.e2e.slurm_bed import SlurmBed, until
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
 
 TRAIN = str(Path(__file__).with_name("slurm_train.py"))
+CHECKPOINTS = str(Path(__file__).with_name("standby_train.py"))
 TASK = """
 import os, pathlib, sys, time
 begun = pathlib.Path(sys.argv[1], "task-" + os.environ["SLURM_ARRAY_TASK_ID"])
@@ -54,14 +55,15 @@ def exit_code(bed: SlurmBed, job: str) -> str:
 
 
 def reasons(bed: SlurmBed) -> dict[str, str]:
-    """Why nodes were drained, by node."""
+    """Why nodes were drained, by node; Slurm 24.11 adds to a reason that the node does not respond."""
     lines = bed.run("sinfo", "--noheader", "--list-reasons", "--format=%N|%E").stdout.splitlines()
     found = dict(line.split("|", 1) for line in lines)
-    return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
+    whole = {node: why.strip().removesuffix(" : Not responding") for node, why in found.items()}
+    return {node: why for node, why in whole.items() if why != "Not responding"}
 
 
-def submitted(bed: SlurmBed, *words: str) -> str:
-    done = bed.run(*keepstep("slurm", *words))
+def submitted(bed: SlurmBed, *words: str, **environ: str) -> str:
+    done = bed.run(*keepstep("slurm", *words), environ=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[-1]
 
@@ -108,6 +110,47 @@ def test_a_node_that_is_lost_is_drained_and_its_spare_goes_on(bed: SlurmBed) -> 
     assert exit_code(bed, job) == "0:0"
     assert reasons(bed) == {"n1": f"[node_problem] keepstep run={job} incident=0001 node lost"}
     assert "Comment=[node_problem] keepstep" in bed.run("scontrol", "show", "job", job).stdout
+
+
+def test_while_slurmctld_is_away_training_goes_on_and_a_lost_node_is_told_later(bed: SlurmBed) -> None:
+    bed.run("scontrol", "update", "NodeName=n5", "State=DRAIN", "Reason=fan of rack 7")
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.stop_controller()
+    bed.lose_node("n1")
+    until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")
+    out = bed.folder / f"slurm-{job}.out"
+    until(lambda: "`scontrol show node n1` fails" in out.read_text(), "it is said that Slurm does not answer")
+    bed.start_controller()
+    reason = f"[node_problem] keepstep run={job} incident=0001 node lost"
+    until(lambda: f"Comment={reason}" in bed.run("scontrol", "show", "job", job).stdout, "Slurm is told")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed)["n5"] == "fan of rack 7"
+
+
+def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nobody(bed: SlurmBed) -> None:
+    spare = ("--nnodes", "2", "--max-restarts", "2")
+    train = (CHECKPOINTS, str(bed.folder), "2000", "")
+    job = submitted(bed, "--nodes=3", "--", *spare, *train, STEP_S="0.1")
+    run, log = bed.folder / "runs" / job, bed.folder / "losses-1"
+    until(lambda: log.exists() and len(log.read_text().splitlines()) > 8, "all ranks train")
+    would = bed.run(*keepstep("ctl", str(run), "drain", "n1", "--dry-run"))
+    assert "n2 would take the ranks of n1, which would leave the job" in would.stdout, would
+    assert reasons(bed) == {}
+    done = bed.run(*keepstep("ctl", str(run), "drain", "1", "--reason", "fan; \x1b[31mloud"))
+    assert "n1 has left the job, which begins again, incarnation 1" in done.stdout, done
+    assert "keepstep slurm has Slurm drain it" in done.stdout
+    until(lambda: "n1" in reasons(bed), "it is drained")
+    none = bed.run(*keepstep("ctl", str(run), "drain", "n2"))
+    assert none.returncode == 2
+    assert "no spare waits to take the place of n2" in none.stderr
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    assert reasons(bed) == {"n1": rf"[node_problem] keepstep run={job} by hand: fan; \x1b[31mloud"}
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from keepstep.cli.slurm import batch_script, main, split_flags
@@ -38,6 +40,47 @@ def test_flags_of_sbatch_come_first(words: str, first: str, rest: str) -> None:
 def test_what_cannot_be_is_told(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         main(words.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (None, "sbatch: cannot be started: No such file or directory; run this where Slurm's programs are"),
+        ("sleep 60", "sbatch: has not answered for 0 s; is slurmctld away?"),
+        ("echo 'Access/permission denied' >&2; exit 1", "sbatch refuses the job: Access/permission denied"),
+        (r"printf 'a\n\033[31mb' >&2; exit 1", r"sbatch refuses the job: a\n\x1b[31mb"),
+    ],
+)
+def test_why_a_job_is_not_submitted_is_a_line(
+    program: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("keepstep.cli.slurm._PATIENCE_S", 0.3)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if program is not None:
+        (tmp_path / "sbatch").write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin; exec 3<&0; {program}\n")
+        (tmp_path / "sbatch").chmod(0o755)
+    with pytest.raises(UsageError) as error:
+        main(["train.py"])
+    assert str(error.value) == said
+
+
+def test_sbatch_is_waited_for_where_it_waits_for_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("keepstep.cli.slurm._PATIENCE_S", 0.0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7; sleep 0.2; exit 75\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert main(["--wait", "train.py"]) == 75
+    assert capfd.readouterr().out == "Submitted batch job 7\n"
+
+
+def test_a_jobs_name_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["--dry-run", "--", "a;b\n\x1b[31m.py"]) == 0
+    assert capsys.readouterr().out.startswith(r"# sbatch '--job-name=a;b\n\x1b[31m' --no-kill ")
 
 
 def test_the_batch_script_quotes_what_it_passes_on() -> None:

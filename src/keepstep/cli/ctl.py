@@ -11,17 +11,20 @@ from keepstep.cli._parsing import Parser
 from keepstep.cli.status import show as show_status
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
+from keepstep.traces import open_run
 
-Verb = Literal["status", "suspend", "resume", "start", "restart", "stop", "exchange", "replace"]
+Verb = Literal["status", "suspend", "resume", "start", "restart", "stop", "exchange", "replace", "drain"]
 
 _WANTED = {
     "exchange": (2, "two nodes, by name or node rank"),
     "replace": (1, "one node, by name or node rank"),
+    "drain": (1, "one node, by name or node rank"),
 }
+_MOST_WHY = 120  # characters: a scheduler's reason has little room
 _ABOUT = (
     "Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it "
     "stands. Or have two of its nodes exchange their ranks, which moves traffic off a slow link, or a spare take "
-    "a node's ranks; that node leaves the job, for repair."
+    "a node's ranks; that node leaves the job, for repair, and with drain the scheduler gives it to no other job."
 )
 
 
@@ -31,10 +34,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_run()
     text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume"
     parser.add_argument("verb", metavar="VERB", choices=get_args(Verb), help=text)
-    text = "names or node ranks; of exchange: the two that swap their ranks; of replace: the one that leaves"
+    text = "names or node ranks; of exchange: the two that swap their ranks; of replace and drain: the one that leaves"
     parser.add_argument("nodes", nargs="*", metavar="NODE", help=text)
     text = "end the workers at once, not when the next step is sealed"
     parser.add_argument("--now", action="store_true", help=text)
+    text = "of drain: what is wrong with the node, for those who mend it"
+    parser.add_argument("--reason", metavar="TEXT", help=text)
+    text = "of exchange, replace and drain: say what would be done, and do nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     text = "seconds to wait until it is done (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=text)
     given = parser.parse(argv)
@@ -44,11 +51,20 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"keepstep ctl {run} {verb}: give {wanted}")
     if given.now and count:
         raise UsageError(f"keepstep ctl {run} {verb}: no --now, nodes take over a step that is sealed")
+    if given.dry_run and not count:
+        raise UsageError(f"keepstep ctl {run} {verb}: no --dry-run, which is of {', '.join(_WANTED)}")
+    if given.reason is not None and verb != "drain":
+        raise UsageError(f"keepstep ctl {run} {verb}: no --reason, which is of drain")
+    why = one_line(given.reason or "ordered with keepstep ctl")
+    if len(why) > _MOST_WHY:
+        raise UsageError(
+            f"keepstep ctl {run} drain: --reason has {len(why)} characters; give {_MOST_WHY} at most"
+        )
     if verb == "status":
         return show_status(run, json=False)
     answer = ask(
         run,
-        wire.Operate(verb, given.now, tuple(given.nodes)),
+        wire.Operate(verb, given.now, tuple(given.nodes), why if verb == "drain" else "", given.dry_run),
         wire.Operated,
         given.timeout,
         only="only a running job takes orders",
@@ -57,4 +73,17 @@ def main(argv: Sequence[str]) -> int:
     if answer.refused:
         raise RunError(f"{run}: not done ({verb}): {answer.refused}")
     print(one_line(f"{run}: {answer.done}"))
+    if verb == "drain":
+        print(f"{run}: {_scheduler(run, would=given.dry_run)}")
     return 0
+
+
+def _scheduler(run: str, *, would: bool) -> str:
+    """What becomes of a drained node in the scheduler."""
+    by = open_run(run).describe().get("drains")
+    if not by:
+        return (
+            "no scheduler is told, as no `keepstep slurm` is at work: keep other jobs from the node yourself"
+        )
+    has = "would have" if would else "has"
+    return f"{one_line(str(by))} {has} Slurm drain it; the job's output tells whether Slurm does"

@@ -64,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
             f"{for_sbatch[0]}: flags of sbatch have no meaning within job {environ['SLURM_JOB_ID']}"
         )
     runs_dir = Path(str(settings["runs_dir"].value))
-    folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"]).absolute()
+    job = job_of(environ)
+    folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"].strip()).absolute()
     command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
     orders = SlurmOrders(
-        *(job_of(environ), nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
+        *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
     )
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say)
@@ -109,14 +110,24 @@ def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:
 
 def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str], name: str) -> int:
     script = batch_script(own, for_run)
-    usual = [f"--job-name={name}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
+    usual = [f"--job-name={one_line(name)}", "--no-kill", "--signal=TERM@60", "--open-mode=append"]
     command = ["sbatch", *usual, *(["--requeue"] if "--requeue" in own else []), *for_sbatch]
     if "--dry-run" in own:
         print(f"# {shlex.join(command)}\n{script}", end="")
         return 0
+    waits = any(
+        re.fullmatch(r"-W|--wait", word) for word in for_sbatch
+    )  # for the job's end, and has its exit code
+    output = None if waits else subprocess.PIPE
     try:
         done = subprocess.run(
-            command, input=script, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+            command,
+            input=script,
+            stdout=output,
+            stderr=output,
+            text=True,
+            check=False,
+            timeout=None if waits else _PATIENCE_S,
         )
     except OSError as error:
         raise UsageError(
@@ -124,6 +135,8 @@ def _submit(own: Sequence[str], for_sbatch: Sequence[str], for_run: Sequence[str
         ) from None
     except subprocess.TimeoutExpired:
         raise UsageError(f"sbatch: has not answered for {_PATIENCE_S:.0f} s; is slurmctld away?") from None
+    if waits:
+        return done.returncode
     if done.returncode:
         raise UsageError(f"sbatch refuses the job: {one_line(done.stderr.strip()) or done.returncode}")
     print(done.stdout, end="")

@@ -110,7 +110,7 @@ class Controller:
         self.reforming = Reforming(self.rendezvous, settings, self.peers.is_heard, spending)
         membership = (self.rendezvous, self.reforming)
         self._pauses = Pauses(*membership, self.backups.withheld, self._effects)
-        self._operator_orders = OperatorOrders(*membership, self._pauses, self._effects)
+        self.operator_orders = OperatorOrders(*membership, self._pauses, self._effects)
         self._growth = Growth(*membership, self._pauses)
         self.cases = Cases(
             settings,
@@ -208,7 +208,7 @@ class Controller:
         self.placing.answer(self.rendezvous.tick(now_s))
         self._watch_nodes(now_s)
         self._reform(self.reforming.tick(now_s), now_s)
-        self._operator_orders.tick()
+        self.operator_orders.tick()
         self._reform(self._pauses.tick(self.peers.connected.keys(), now_s), now_s)
         newcomers = self.backups.copies > 0 and bool(self._growth.newcomers)
         if (newcomers or self.reforming.is_untried) and self.state(now_s) is JobState.RUNNING:
@@ -320,7 +320,7 @@ class Controller:
 
     def _operate(self, sender: Peer, message: Operate, now_s: float) -> None:
         why = "the job is ending" if self.ending.under_way else ""
-        self._reform(self._operator_orders.asked(sender.number, message, why, now_s), now_s)
+        self._reform(self.operator_orders.asked(sender.number, message, why, now_s), now_s)
 
     def _sealed(self, launcher: Launcher, message: Sealed, now_s: float) -> None:
         sealed = (message.incarnation, message.step, message.why[:_MOST_TEXT])

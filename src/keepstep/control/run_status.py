@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.control.controller import Controller
+from keepstep.control.membership.pauses import Drained
 from keepstep.core.incident import Recovery
 from keepstep.wire.messages import RankBeat
 
@@ -55,6 +56,8 @@ class Status(msgspec.Struct, frozen=True):
     spares: tuple[str, ...] = ()  # nodes that wait for a place
     checks: dict[str, tuple[str, ...]] = {}  # by node: what the checks before the start found
     state_s: float = 0.0  # how long the job has been in its state
+    # nodes that an operator has drained, which the scheduler is to give to nobody
+    drained: tuple[Drained, ...] = ()
     most_nodes: int = 0  # nodes that the job may have; it has fewer after it has lost some
 
 
@@ -103,6 +106,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         tuple(launcher.node for launcher in controller.rendezvous.spares),
         controller.admission.found,
         round(max(now_s - controller.states.since_s, 0.0), 3),
+        tuple(controller.operator_orders.drained),
         controller.rendezvous.most,
     )
 

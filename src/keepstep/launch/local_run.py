@@ -18,6 +18,7 @@ from keepstep.launch.command import run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import Place
+from keepstep.launch.schedulers.slurm import OWN_NODES
 from keepstep.launch.workers.processes import Processes
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
@@ -81,6 +82,8 @@ class LocalRun:
             "launcher": process_mark(os.getpid()),
             "secret_file": str(self.secret),
             **({"term": term} if term else {}),
+            # Who tells the scheduler of a drained node.
+            **({"drains": "keepstep slurm"} if os.environ.get(OWN_NODES) else {}),
             "rings": {str(rank): path for rank, path in rings.items()},
         }
         self._write("run.json", described)

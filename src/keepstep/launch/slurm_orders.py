@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from typing import Literal
 from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
 from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
-from keepstep.report.ended_run import members_of
+from keepstep.report.ended_run import DrainedNode, members_of
 from keepstep.report.incidents import read_incident
 
 DRAIN = ("scontrol", "update", "NodeName={node}", "State=DRAIN", "Reason={reason}")
@@ -29,7 +30,9 @@ _REACH_S = 1.0
 _TRIES = 3  # how often a lost node is tried to be reached, and how many others to compare
 _SLURMD_PORT = 6818
 _RUNS = re.compile(r"\bJobState=RUNNING\b")
-_USED = re.compile(r"\bState=(?!\S*(DRAIN|DOWN))")
+_STATE = re.compile(r"\bState=(\S+)")  # the first one is Slurm's own, others may be words of a reason
+_AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
+_AWAY_S = 60.0  # how long slurmctld may be away when a job is to be requeued
 
 
 class SlurmOrders:
@@ -61,6 +64,12 @@ class SlurmOrders:
         self._earlier = {path: path.stat().st_mtime_ns for path in self._incidents}
         self._read = dict(self._earlier)  # those that have been read, with these members of the job
         self._members: frozenset[str] = frozenset()
+        self._asked: set[DrainedNode] = set(members_of(folder)[1])  # what operators have asked for
+        self._put_off: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
+        self._told: list[NodeFault] = []  # those among them of which the user knows
+        self._again_s = 0.0
+        self._drained: list[str] = []  # nodes that Slurm may have back once nothing of the job runs there
+        self.left: set[str] = set()  # nodes on which the job's launcher has ended for good
         self.bad: list[str] = []  # nodes that the job should not be started on again
 
     async def watch(self, has_ended: Callable[[], bool]) -> None:
@@ -68,20 +77,51 @@ class SlurmOrders:
         while not has_ended():
             await self.look()
             await asyncio.sleep(_LOOK_S)
+        self._again_s = 0.0
         await self.look()
 
     async def look(self) -> None:
         """Look for new faults once, and do what is to be done about them."""
-        for fault in self._new_faults() if self._remedy != "off" else ():
-            if fault.node not in self._done:
+        again: list[NodeFault] = []
+        if self._put_off and time.monotonic() >= self._again_s:
+            again, self._put_off = self._put_off, []
+        for fault in (*again, *self._new_faults()):
+            if fault.kind == "told" or fault.node not in self._done:
                 await self._handle(fault)
+        for node in [one for one in self._drained if one in self.left]:
+            self._drained.remove(node)
+            await self._give_back(node)
+
+    async def _give_back(self, node: str) -> None:
+        """Have the job end on a drained node on which nothing of it runs: it may be repaired and costs nothing then."""
+        rest = [one for one in self._nodes if one != node]
+        with tempfile.TemporaryDirectory(
+            prefix="keepstep-"
+        ) as folder:  # scontrol writes two scripts where it is
+            order = ("scontrol", "update", f"JobId={self._job}", f"NodeList={','.join(rest)}")
+            refused = (await _run(*order, cwd=folder))[1]
+        if refused:
+            self._say(f"{node} stays in the job, as Slurm does not take it back: {refused}")
+        else:
+            self._nodes = rest
+            self._say(f"{node} is given back to Slurm: nothing of the job runs there")
 
     async def requeue(self) -> bool:
         """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that.
 
         One that Slurm is ending already, as it was cancelled, stays ended.
         """
-        if not _RUNS.search(await output_of("scontrol", "show", "job", self._job)):
+        asking = ("scontrol", "show", "job", self._job)
+        until_s = time.monotonic() + _AWAY_S
+        while (told := await _run(*asking))[1] is not None and time.monotonic() < until_s:
+            await asyncio.sleep(0.5)
+        if told[1] is not None:
+            self._say(
+                f"`{' '.join(asking)}` fails ({told[1]}): the job is not requeued; "
+                f"say `scontrol requeue {self._job}` once Slurm answers"
+            )
+            return False
+        if not _RUNS.search(told[0]):
             self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
             return False
         elsewhere = (  # Slurm lets a requeued job wait for two minutes, in which it takes these
@@ -107,10 +147,12 @@ class SlurmOrders:
 
     def _new_faults(self) -> list[NodeFault]:
         found: list[NodeFault] = []
-        members = members_of(self._folder)
+        members, drained = members_of(self._folder)
         if members != self._members:  # a slow node counts once a spare has its ranks, whenever that was
             self._members, self._read = members, dict(self._earlier)
-        for path in self._incidents:
+        found += [NodeFault(one.node, "told", 0, one.why) for one in drained if one not in self._asked]
+        self._asked = set(drained)
+        for path in self._incidents if self._remedy != "off" else ():
             with suppress(OSError, RunError):
                 changed_ns = path.stat().st_mtime_ns
                 if self._read.get(path) != changed_ns:
@@ -120,28 +162,47 @@ class SlurmOrders:
         return found
 
     async def _handle(self, fault: NodeFault) -> None:
-        shown = await output_of("scontrol", "show", "node", fault.node)
+        shown, silent = await _run("scontrol", "show", "node", fault.node)
+        if silent is not None:
+            self._ask_later(fault, silent)
+            return
         if fault.kind == "lost" and not (
             await _is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
             return
         self._done.add(fault.node)
-        self.bad.append(fault.node)
+        if fault.node not in self.bad:
+            self.bad.append(fault.node)
         reason = fault.reason(self._job)
         drain = [one.replace("{node}", fault.node).replace("{reason}", reason) for one in self._drain]
-        if not shown:
-            self._say(f"Slurm does not tell the state of {fault.node}, which is left as it is: {reason}")
-        elif not _USED.search(shown):
+        state = _STATE.search(shown)
+        if state is None or re.search("DRAIN|DOWN", state[1]):
             self._say(f"{fault.node} is drained or down already; {reason}")
-        elif self._remedy == "advise":
+        elif self._remedy == "advise" and fault.kind != "told":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
-        elif not self._budget.take(time.monotonic()):
+        elif fault.kind != "told" and not self._budget.take(time.monotonic()):
             self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
         elif refused := (await _run(*drain))[1]:
-            self._say(f"Slurm does not drain {fault.node} ({refused}): the job keeps it; {reason}")
+            self._say(f"Slurm does not drain {fault.node} ({refused}): tell who runs the cluster; {reason}")
         else:
             self._say(f"drained {fault.node}: {reason}")
+            self._drained += (
+                [fault.node] if fault.node != self._nodes[0] else []
+            )  # the first has the batch script
         await _scontrol("update", f"JobId={self._job}", f"Comment={reason}")
+
+    def _ask_later(self, fault: NodeFault, why: str) -> None:
+        """Note a fault about which nothing can be done yet, as Slurm does not answer; say so once."""
+        reason = fault.reason(self._job)
+        if fault not in self._told:
+            self._told.append(fault)
+            self._say(
+                f"`scontrol show node {fault.node}` fails ({why}): the node is left as it is until it answers; {reason}"
+            )
+        self._put_off.append(fault)
+        self._again_s = time.monotonic() + _AGAIN_S
+        if fault.kind != "lost" and fault.node not in self.bad:
+            self.bad.append(fault.node)
 
     async def _reaches_another(self, lost: str) -> bool:
         """Whether this host reaches another node of the job, as a firewall may keep it from all.
@@ -183,7 +244,7 @@ async def output_of(*command: str) -> str:
     return (await _run(*command))[0]
 
 
-async def _run(*command: str) -> tuple[str, str | None]:
+async def _run(*command: str, cwd: str | None = None) -> tuple[str, str | None]:
     """What a program of Slurm's prints, and why it failed; None where it did not."""
     pipe = asyncio.subprocess.PIPE
     try:
@@ -192,6 +253,7 @@ async def _run(*command: str) -> tuple[str, str | None]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
+            cwd=cwd,
             # Its children end with it where it is given up, and a terminal's Ctrl-C ends neither.
             start_new_session=True,
         )
@@ -205,8 +267,7 @@ async def _run(*command: str) -> tuple[str, str | None]:
         await reading
         return "", f"no answer for {_COMMAND_S:.0f} s"
     out, err = (text.decode(errors="replace") for text in await reading)
-    return (
-        (out, None)
-        if process.returncode == 0
-        else ("", one_line(err.strip()) or f"exit code {process.returncode}")
-    )
+    if process.returncode == 0:
+        return out, None
+    last = ["", *err.strip().splitlines()][-1]  # lines before it tell of what failed on the way
+    return "", one_line(last) or f"exit code {process.returncode}"

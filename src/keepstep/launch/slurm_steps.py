@@ -17,11 +17,13 @@ from pathlib import Path
 
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import STOPPED_BY_HAND, TEMPORARY_FAILURE, UNUSABLE
-from keepstep.launch.schedulers.slurm import OWN_NODES, job_of, nodes_in
+from keepstep.launch.schedulers.local import number_in
+from keepstep.launch.schedulers.slurm import MOST_GPUS, OWN_NODES, job_of, nodes_in
 from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
 from keepstep.report.ended_run import end_of
 
+_MOST_CPUS = 1 << 16  # of a node
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
 _LEFT_S = 30.0  # how long steps may outlive the job, as those on a lost node do
 _ENDED = frozenset({0, UNUSABLE, TEMPORARY_FAILURE, STOPPED_BY_HAND})
@@ -52,13 +54,15 @@ class SlurmSteps:
             orders: looks after bad nodes while the job runs.
             say: tells the user one line.
 
-        Raises UsageError where Slurm's variables do not list the nodes.
+        Raises UsageError where Slurm's variables do not list the nodes, or these have unlike numbers of GPUs.
         """
         self._nodes = nodes_in(environ, "SLURM_JOB_NODELIST")
         self._command, self._folder, self._restarts, self._say = tuple(command), folder, restarts, say
         self._job = job_of(environ)
         kept = {name: value for name, value in environ.items() if name not in _OF_ALL_STEPS}
         self._shares_gpus = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
+        if self._shares_gpus:
+            _check_shares(environ, len(self._nodes))
         self._environ = {**kept, OWN_NODES: environ["SLURM_JOB_NODELIST"]}
         self._earlier = end_of(folder)
         self._step_name = f"keepstep-{time.time_ns()}-{os.getpid()}"  # no other run's in the job
@@ -75,8 +79,8 @@ class SlurmSteps:
 
     def command(self, node: str) -> list[str]:
         """The command of the step that starts the launcher of one node, with all that the job has there."""
-        cpus = self._environ.get("SLURM_CPUS_PER_TASK")
-        gpus = self._environ.get("SLURM_GPUS_ON_NODE") if self._shares_gpus else None
+        cpus = number_in(self._environ, "SLURM_CPUS_PER_TASK", _MOST_CPUS)
+        gpus = number_in(self._environ, "SLURM_GPUS_ON_NODE", MOST_GPUS) if self._shares_gpus else None
         return [
             *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"),
             *(f"--job-name={self._step_name}", "--overlap", "--kill-on-bad-exit=0"),
@@ -113,14 +117,15 @@ class SlurmSteps:
             code = await self._step(node)
             self._codes[node] = code
             if code in _ENDED or code < _SIGNALLED or not left:
-                return
+                break
             await asyncio.sleep(_LAST_WORDS_S)
             is_over = self._asked or not self._running or self._end_code() is not None
             if is_over or node in self.orders.bad:
-                return
+                break
             self._say(
                 f"the launcher of {node} ended with exit code {code} and the job goes on: it is started again"
             )
+        self.orders.left.add(node)
 
     async def _step(self, node: str) -> int:
         try:
@@ -191,3 +196,14 @@ class SlurmSteps:
                     f"{self._folder / 'end.json'} was not written: the exit code is that of a launcher, {code}"
                 )
         return code
+
+
+def _check_shares(environ: Mapping[str, str], nodes: int) -> None:
+    """Slurm refuses a step of one node, or lets it wait for ever, where it has spread --gpus=N unevenly."""
+    here = number_in(environ, "SLURM_GPUS_ON_NODE", MOST_GPUS)
+    total = environ["SLURM_GPUS"].rpartition(":")[2]  # a kind may come before, as a100:16
+    if here is not None and total.isdigit() and int(total) != here * nodes:
+        raise UsageError(
+            f"--gpus={total}: Slurm spreads them unevenly over {nodes} nodes, {here} are here; "
+            "say --gpus-per-node"
+        )

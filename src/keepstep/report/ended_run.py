@@ -66,14 +66,26 @@ def newest_verdict(run: Path) -> tuple[str, list[str]]:
     return newest.stem, sorted({one.node for one in verdict.culprits if one.node})
 
 
+class DrainedNode(msgspec.Struct, frozen=True):
+    """A node that an operator has drained: the scheduler is to give it to nobody."""
+
+    node: str
+    why: str
+    incarnation: int
+
+
 class _Status(msgspec.Struct):
     nodes: tuple[_Node, ...] = ()
+    drained: tuple[DrainedNode, ...] = ()
 
 
-def members_of(run: Path) -> frozenset[str]:
-    """Names of the nodes that play ranks, as ``RUN/status.json`` tells; none where it cannot be read."""
+def members_of(run: Path) -> tuple[frozenset[str], tuple[DrainedNode, ...]]:
+    """Names of the nodes that play ranks, and those drained by hand, as ``RUN/status.json`` tells.
+
+    None where it cannot be read.
+    """
     status = _decoded(run / "status.json", _Status, _MOST_STATUS) or _Status()
-    return frozenset(one.node for one in status.nodes if one.node)
+    return frozenset(one.node for one in status.nodes if one.node), status.drained
 
 
 def verdict_line(run: Path, number: str) -> str:

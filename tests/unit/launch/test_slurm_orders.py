@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -114,6 +115,30 @@ def test_off_means_off(bed: Bed) -> None:
     assert (bed.given, bed.said, orders.bad) == ([], [], [])
 
 
+@pytest.mark.parametrize("remedy", ["off", "advise", "auto"])
+def test_what_an_operator_drains_is_drained_once_by_slurm_whatever_the_remedy(
+    bed: Bed, remedy: NodeRemedy
+) -> None:
+    status, earlier = bed.folder / "status.json", {"node": "n1", "why": "of an earlier run", "incarnation": 1}
+    status.write_text(json.dumps({"drained": [earlier]}))
+    orders = bed.orders(remedy)
+    told = {"node": "n2", "why": "fan; \x1b[31m loud", "incarnation": 1}
+    for drained in ([earlier], [told], [told], [told, {**told, "node": "n3"}]):
+        status.write_text(json.dumps({"drained": drained}))
+        asyncio.run(orders.look())
+    reason = r"[node_problem] keepstep run=12 by hand: fan; \x1b[31m loud"
+    assert bed.said == [f"drained n2: {reason}", f"drained n3: {reason}"], "no budget bounds it"
+    assert orders.bad == ["n2", "n3"]
+
+
+def test_somebody_elses_drain_stays_though_an_operator_asks(bed: Bed) -> None:
+    bed.scontrol(state="IDLE+DRAIN")
+    orders = bed.orders("off")
+    (bed.folder / "status.json").write_text('{"drained": [{"node": "n2", "why": "x", "incarnation": 1}]}')
+    asyncio.run(orders.look())
+    assert bed.said == ["n2 is drained or down already; [node_problem] keepstep run=12 by hand: x"]
+
+
 def test_a_node_that_answers_is_left_alone(bed: Bed) -> None:
     async def look() -> None:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
@@ -150,7 +175,7 @@ def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) 
     orders = bed.orders()
     bed.incident()
     asyncio.run(orders.look())
-    assert bed.said == [f"Slurm does not drain n2 (exit code 1): the job keeps it; {REASON}"]
+    assert bed.said == [f"Slurm does not drain n2 (exit code 1): tell who runs the cluster; {REASON}"]
     assert asyncio.run(orders.requeue())
     assert bed.given[-3:] == [
         "requeue 12",
@@ -190,12 +215,45 @@ def test_incidents_of_an_earlier_run_count_not(bed: Bed) -> None:
     assert (bed.given, bed.said) == ([], [])
 
 
-def test_without_scontrol_nothing_is_done(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(bed.folder))
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (None, "scontrol: No such file or directory"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "Unable to contact slurm controller"),
+        ("sleep 60", "no answer for 0 s"),
+        ("printf 'a\\nb;\\033[31mc\\n' >&2; exit 1", r"b;\x1b[31mc"),
+    ],
+)
+def test_while_slurm_does_not_answer_nothing_is_done_and_later_it_is(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, program: str | None, why: str
+) -> None:
+    monkeypatch.setattr("keepstep.launch.slurm_orders._COMMAND_S", 0.3)
+    monkeypatch.setattr("keepstep.launch.slurm_orders._AGAIN_S", 0.0)
+    scontrol = bed.folder / "bin" / "scontrol"
+    if program is None:
+        scontrol.unlink()
+        monkeypatch.setenv("PATH", str(scontrol.parent))
+    else:
+        scontrol.write_text(f"#!/bin/sh\n{program}\n")
     orders = bed.orders()
     bed.incident()
     asyncio.run(orders.look())
-    assert (bed.said, orders.bad) == ([], []), "whether the node answers is not known"
+    asyncio.run(orders.look())
+    told = "the node is left as it is until it answers"
+    assert bed.said == [f"`scontrol show node n2` fails ({why}): {told}; {REASON}"], "said once"
+    assert (bed.given, orders.bad) == ([], []), "whether the node answers is not known"
+    bed.scontrol()
+    monkeypatch.setattr("keepstep.launch.slurm_orders._COMMAND_S", 10.0)
+    asyncio.run(orders.watch(lambda: True))
+    assert bed.said[1:] == [f"drained n2: {REASON}"]
+
+
+def test_a_reason_is_not_taken_for_the_state(bed: Bed) -> None:
+    bed.scontrol(state="IDLE+DRAIN Reason=was State=IDLE")
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.said == [f"n2 is drained or down already; {REASON}"]
 
 
 def test_a_job_that_was_cancelled_is_not_requeued(bed: Bed) -> None:
@@ -203,6 +261,18 @@ def test_a_job_that_was_cancelled_is_not_requeued(bed: Bed) -> None:
     assert not asyncio.run(bed.orders().requeue())
     assert bed.given == []
     assert bed.said == ["the job is not requeued: it was cancelled, or Slurm has ended it"]
+
+
+def test_a_job_of_which_slurm_tells_nothing_is_not_requeued(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.launch.slurm_orders._AWAY_S", 0.1)
+    (bed.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho away >&2; exit 1\n")
+    assert not asyncio.run(bed.orders().requeue())
+    (said,) = bed.said
+    assert said.startswith(
+        "`scontrol show job 12` fails (away): the job is not requeued; say `scontrol requeue 12`"
+    )
 
 
 def test_a_requeue_that_is_refused_is_told(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +296,24 @@ def test_faults_of_the_last_moment_are_seen(bed: Bed) -> None:
     bed.incident()
     asyncio.run(orders.watch(lambda: True))
     assert orders.bad == ["n2"]
+
+
+def test_a_drained_node_is_given_back_once_its_launcher_has_ended(bed: Bed) -> None:
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert not [line for line in bed.given if "NodeList" in line]
+    orders.left.add("n2")
+    asyncio.run(orders.look())
+    asyncio.run(orders.look())
+    assert [line for line in bed.given if "NodeList" in line] == ["update JobId=12 NodeList=n0,n1,n3"]
+    assert bed.said[-1] == "n2 is given back to Slurm: nothing of the job runs there"
+
+
+def test_the_node_of_the_batch_script_is_not_given_back(bed: Bed) -> None:
+    orders = bed.orders()
+    bed.incident(replace(CRASH, culprits=(replace(LOST, node="n0"),)))
+    bed.scontrol(others=1)
+    orders.left.add("n0")
+    asyncio.run(orders.look())
+    assert not [line for line in bed.given if "NodeList" in line]

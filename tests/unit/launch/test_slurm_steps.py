@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.core.errors import UsageError
 from keepstep.launch.slurm_orders import SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
@@ -25,7 +26,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmSteps:
         **os.environ,
         "SLURM_JOB_ID": "12",
         "SLURM_JOB_NODELIST": "n0",
-        "SLURM_GPUS": "4",
+        "SLURM_GPUS": "2",
         "SLURM_GPUS_ON_NODE": "2",
     }
     return SlurmSteps(["true"], tmp_path, 0, environ, orders, said.append)
@@ -61,3 +62,22 @@ def test_a_step_takes_its_nodes_share_of_the_jobs_gpus(steps: SlurmSteps, tmp_pa
     assert "--gpus-per-node=2" in steps.command("n0")
     program(tmp_path / "srun", """[ -z "$SLURM_GPUS" ]""")
     assert asyncio.run(steps.run()) == 0
+
+
+def test_without_srun_it_is_said(tmp_path: Path) -> None:
+    orders = SlurmOrders("12", ["n0"], tmp_path, "off", print)
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n0", "PATH": str(tmp_path)}
+    steps = SlurmSteps(["true"], tmp_path, 0, environ, orders, print)
+    with pytest.raises(UsageError, match="srun: cannot be started: No such file or directory; it comes with"):
+        asyncio.run(steps.run())
+
+
+def test_gpus_that_are_spread_unevenly_are_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    orders = SlurmOrders("12", ["n0", "n1"], tmp_path, "off", said.append)
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NODE": "3"}
+    SlurmSteps(["true"], tmp_path, 0, {**environ, "SLURM_GPUS": "a100:6"}, orders, said.append)
+    with pytest.raises(
+        UsageError, match=r"--gpus=4: .* unevenly over 2 nodes, 3 are here; say --gpus-per-node"
+    ):
+        SlurmSteps(["true"], tmp_path, 0, {**environ, "SLURM_GPUS": "4"}, orders, said.append)

@@ -23,6 +23,7 @@ _TOGETHER_S = 5.0  # quiet time after the last node has come, so that several no
 _GROWTH_S = 1800.0  # for every rank to seal a step that more nodes can begin with; nobody waits for an answer
 SEAL_S = 120.0  # every rank has to seal a step within so many seconds
 SUSPENDED = "it is suspended; say resume"
+_MOVING = ("exchange", "replace", "drain")
 _NOW = "; --now ends the workers at once"
 
 
@@ -38,6 +39,7 @@ class Pause:
     # Who takes whose place in it, by who has it; and members that spares replace, and why.
     exchange: Mapping[Launcher, Launcher] = field(default_factory=dict[Launcher, Launcher])
     unfit: Mapping[Launcher, str] = field(default_factory=dict[Launcher, str])
+    told: str = ""  # what the scheduler is to be told of a node that is drained
     alike: bool = False  # the sealed step has to be one that more nodes can begin with
     step: int = -1  # the oldest step that a member has answered with; -1: none has answered
     is_ordered: bool = False  # the nodes have been told to re-form
@@ -66,10 +68,10 @@ class Pauses:
         self._withheld, self._effects = withheld, effects
         self.wanted: Pause | None = None
 
-    def objection(self, verb: str) -> str:
-        """Why an order with this verb cannot be carried out now; "": it can."""
+    def objection(self, verb: str, *, by_hand: bool = False) -> str:
+        """Why an order with this verb cannot be carried out now; "": it can. One ``by_hand`` comes first."""
         suspended, placed = self._reforming.suspended, self._rendezvous.placements
-        if self.wanted is not None:
+        if self.wanted is not None and not (by_hand and self.wanted.peer is None):
             return f"{self.wanted.verb} is under way already"
         if verb in ("start", "resume"):
             if not placed:
@@ -79,7 +81,7 @@ class Pauses:
             return "no worker has been started yet"
         if suspended:
             return "it is suspended already" if verb == "suspend" else SUSPENDED
-        if verb in ("exchange", "replace") and (why := self._withheld()):
+        if verb in _MOVING and (why := self._withheld()):
             return f"ranks that move would find no state on their new node: {why}"
         if len(placed) > 1 and not self._rendezvous.max_restarts:
             return "its nodes cannot begin again together: that takes --max-restarts when the job is started"
@@ -244,6 +246,15 @@ class Growth:
         self._pauses.want(pause)
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A node that an operator has drained: a spare has its ranks, and the scheduler is to give it to nobody."""
+
+    node: str
+    why: str  # the operator's words
+    incarnation: int  # the first one without it
+
+
 class OperatorOrders:
     """What an operator orders by hand (``keepstep ctl``): one order at a time, answered when it is done or refused."""
 
@@ -252,6 +263,7 @@ class OperatorOrders:
     ) -> None:
         self._rendezvous, self._reforming = rendezvous, reforming
         self._pauses, self._effects = pauses, effects
+        self.drained: list[Drained] = []  # nodes that the scheduler is to keep other jobs from
 
     def asked(self, peer: int, message: Operate, standstill: str, now_s: float) -> list[Order]:
         """An operator's order. ``standstill``: why the job runs no more, "" while it does."""
@@ -259,12 +271,17 @@ class OperatorOrders:
         if verb == "stop" and not standstill:
             self._effects.append(Send((peer,), Operated("the job ends")))
             return [End(STOPPED_BY_HAND, "stopped by an operator", by_operator=True)]
-        is_in_the_way = pauses.wanted is not None and pauses.wanted.peer is None
+        pause = Pause(verb, now_s + SEAL_S, set(self._rendezvous.placements), peer, told=message.why)
+        refused = (
+            standstill or pauses.objection(verb, by_hand=True) or self._cannot_move(pause, message.nodes)
+        )
+        if refused or message.only_say:
+            answer = Operated(refused=refused) if refused else Operated(self._would_be(pause))
+            self._effects.append(Send((peer,), answer))
+            return []
+        is_in_the_way = pauses.wanted is not None
         orders = pauses.give_up("an operator's order came first") if is_in_the_way else []
-        pause = Pause(verb, now_s + SEAL_S, set(self._rendezvous.placements), peer)
-        if why := standstill or pauses.objection(verb) or self._cannot_move(pause, message.nodes):
-            self._effects.append(Send((peer,), Operated(refused=why)))
-        elif verb in ("start", "resume"):
+        if verb in ("start", "resume"):
             pause.is_ordered, pauses.wanted = True, pause
             orders += self._reforming.resume(now_s)
         elif message.now or self._reforming.under_way:
@@ -293,17 +310,31 @@ class OperatorOrders:
                 there = fold_nodes(sorted(one.node for one in left))
                 self._pauses.give_up(f"{there} stays, no spare was left for it; the job {told}")
             else:
+                if pause.verb == "drain":
+                    (node,) = (one.node for one in pause.unfit)
+                    self.drained.append(Drained(node, pause.told, reforming.incarnation))
+                    told = f"{node} has left the job, which {told}"
                 self._pauses.answer(Operated(told))
+
+    def _would_be(self, pause: Pause) -> str:
+        """What an order to move ranks would do now."""
+        again = "all would begin again once the next step is sealed; nothing was done"
+        if pause.exchange:
+            one, other = pause.exchange
+            return f"{one.node} and {other.node} would exchange their ranks; {again}"
+        (node,) = pause.unfit
+        spare = self._rendezvous.spare_for(node)
+        return f"{spare} would take the ranks of {node.node}, which would leave the job; {again}"
 
     def _cannot_move(self, pause: Pause, names: Collection[str]) -> str:
         """Note which ranks the operator wants moved; why they cannot be, or ""."""
-        if pause.verb not in ("exchange", "replace"):
+        if pause.verb not in _MOVING:
             return ""
         named = self._named(names)
         if isinstance(named, str):
             return named
-        if pause.verb == "replace":
-            pause.unfit = dict.fromkeys(named, "an operator replaces it")
+        if pause.verb != "exchange":
+            pause.unfit = dict.fromkeys(named, f"an operator {pause.verb}s it")
             return self._rendezvous.irreplaceable(named) if named else "give the node that is to be replaced"
         if len(named) != 2 or named[0] == named[1]:
             return "give two nodes that are to exchange their ranks"

@@ -81,6 +81,11 @@ class Rendezvous:
             free.remove(size)
         return ""
 
+    def spare_for(self, member: Launcher) -> str:
+        """The node that would take a member's place; "": there is none."""
+        size = self._sizes[self.placements[member].node_rank]
+        return next((one.node for one in self.spares if self._joined[one].join.nproc == size), "")
+
     @property
     def incarnation(self) -> int:
         """The incarnation of the rank table."""

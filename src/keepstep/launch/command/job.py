@@ -255,7 +255,7 @@ def stream_masks(flag: str, text: str, nproc: int) -> tuple[int, ...]:
     """``3`` or ``0:1,1:3`` as one mask for each local rank. Raises UsageError for a text of another form."""
     if re.fullmatch("[0-3]", text):
         return (int(text),) * nproc
-    if not re.fullmatch("([0-9]+:[0-3],)*[0-9]+:[0-3]", text):
+    if not re.fullmatch("([0-9]{1,9}:[0-3],)*[0-9]{1,9}:[0-3]", text):
         raise UsageError(f"{flag} {text}: give 0, 1 (stdout), 2 (stderr) or 3 (both), or LOCAL_RANK:N,...")
     masks = [0] * nproc
     for pair in text.split(","):
@@ -354,7 +354,7 @@ def worker_count(text: str, environ: Mapping[str, str], dev: Path = Path("/dev")
     Raises:
         UsageError: the text is neither a positive number nor one of these words, or there is no GPU for ``gpu``.
     """
-    if re.fullmatch(r"[0-9]+", text.strip()):
+    if re.fullmatch(r"[0-9]{1,6}", text.strip()):
         count = int(text)
         if count < 1:
             raise UsageError(f"--nproc-per-node {text}: give at least 1")

@@ -78,7 +78,7 @@ def rendezvous_from(given: argparse.Namespace, max_nodes: int, join_timeout_s: f
 
 def node_range(text: str) -> tuple[int, int]:
     """``N`` or ``MIN:MAX`` as (min, max). Raises UsageError for another text, or if not 0 < MIN <= MAX."""
-    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if match:
         low = int(match[1])
         high = int(match[2] or low)

@@ -21,16 +21,20 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class NodeFault:
-    """What is wrong with a node. ``kind`` "lost": only where the scheduler cannot reach it either."""
+    """What is wrong with a node.
+
+    ``kind`` "lost": only where the scheduler cannot reach it either; "told": an operator says so, and no incident.
+    """
 
     node: str
-    kind: Literal["hardware", "lost", "slow"]
+    kind: Literal["hardware", "lost", "slow", "told"]
     incident: int
     text: str
 
     def reason(self, run: str) -> str:
         """The reason as a scheduler shows it: one line without quotation marks."""
-        said = f"[node_problem] keepstep run={run} incident={self.incident:04d} {self.text}"
+        proof = "by hand:" if self.kind == "told" else f"incident={self.incident:04d}"
+        said = f"[node_problem] keepstep run={run} {proof} {self.text}"
         return one_line(said).replace('"', "'")[:_MOST_REASON]
 
 

@@ -11,9 +11,11 @@ from keepstep.launch.schedulers.local import Allocation, number_in
 OWN_NODES = "KEEPSTEP_SLURM_NODES"
 """Set by ``keepstep slurm``, which makes a job step of each node: the nodes of all these steps."""
 MOST_NODES = 200_000
+MOST_GPUS = 4096  # of a node
 _MOST_JOBS = 1 << 32
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux gives to connections
 _PART = re.compile(r"((?:[^,\[\]]|\[[0-9,-]+\])+)(?:,|$)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?$")
 
 
@@ -30,7 +32,7 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x[0-9]+\))?", tasks):
         raise UsageError(
-            f"Slurm starts {tasks} launchers a node: give srun --ntasks-per-node=1, "
+            f"Slurm starts {tasks[:40]} launchers a node: give srun --ntasks-per-node=1, "
             "and the number of workers to keepstep as --nproc-per-node"
         )
     name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
@@ -48,7 +50,7 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
         run_id=str(number),
         node=node,
         failure_domain=leaf_switch(environ),
-        workers=number_in(environ, "SLURM_GPUS_ON_NODE", 4096) or 0,
+        workers=number_in(environ, "SLURM_GPUS_ON_NODE", MOST_GPUS) or 0,
     )
 
 
@@ -66,9 +68,13 @@ def job_of(environ: Mapping[str, str]) -> str:
     Raises UsageError for a variable of another form.
     """
     task = number_in(environ, "SLURM_ARRAY_TASK_ID", _MOST_JOBS)
-    if task is None:
-        return str(number_in(environ, "SLURM_JOB_ID", _MOST_JOBS))
-    return f"{number_in(environ, 'SLURM_ARRAY_JOB_ID', _MOST_JOBS)}_{task}"
+    name = "SLURM_JOB_ID" if task is None else "SLURM_ARRAY_JOB_ID"
+    job = number_in(environ, name, _MOST_JOBS)
+    if job is None:
+        raise UsageError(
+            f"{name} is not set: run this in a job of Slurm's, as a batch script or under salloc"
+        )
+    return str(job) if task is None else f"{job}_{task}"
 
 
 def nodes_in(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
@@ -103,6 +109,8 @@ def expand_nodes(text: str) -> tuple[str, ...]:
         end = part.end()
     if not names:
         raise ValueError("lists no nodes")
+    if odd := next((name for name in names if not _NAME.fullmatch(name)), None):
+        raise ValueError(f"names {odd[:40]!r}, which is no node's name")
     if len(set(names)) < len(names):
         raise ValueError("lists a node twice")
     return tuple(names)

@@ -62,10 +62,12 @@ class Join(Message, frozen=True):
 class Operate(Message, frozen=True):
     """An operator gives an order by hand. Answered by `Operated` once it is done or refused."""
 
-    verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange", "replace"]
+    verb: Literal["start", "stop", "suspend", "resume", "restart", "exchange", "replace", "drain"]
     now: bool = False  # do not wait until a step is sealed
-    # the two nodes that exchange their ranks, or the one to replace
+    # the two nodes that exchange their ranks, or the one to replace or drain
     nodes: Annotated[tuple[limits.Line, ...], msgspec.Meta(max_length=2)] = ()
+    why: limits.Line = ""  # what the scheduler is to be told of a node that is drained
+    only_say: bool = False  # say what would be done, and do nothing
 
 
 class Sealed(Message, frozen=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.unit.control.membership.test_elastic import Elastic, told
 from tests.unit.control.membership.test_reforming import kinds
 
+from keepstep.control.membership.pauses import Drained
 from keepstep.control.remedies.moves import Look
 from keepstep.control.remedies.replacement import Replacement
 from keepstep.core.incident import Culprit, Link
@@ -148,6 +149,54 @@ def test_an_operator_has_a_node_replaced() -> None:
     assert [answer.done for answer in job.answers] == ["begins again, incarnation 1"]
 
 
+def test_a_node_is_drained_once_its_spare_has_taken_its_place() -> None:
+    job = with_spare()
+    job.operating.asked(99, Operate("drain", nodes=("1",), why="fan is loud"), "", 5.0)
+    for number in range(3):
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
+    assert job.operating.drained == []
+    job.halt(0, 1, 2, 7, now_s=7.0)
+    job.tick({99}, 8.0)
+    (answer,) = job.answers
+    assert answer.done == "gpu-1 has left the job, which begins again, incarnation 1"
+    assert job.operating.drained == [Drained("gpu-1", "fan is loud", 1)]
+
+
+def test_a_node_that_stays_is_not_drained() -> None:
+    job = with_spare()
+    job.operating.asked(99, Operate("drain", nodes=("gpu-1",)), "", 5.0)
+    for number in range(3):
+        job.pauses.sealed(job.launcher(number), 0, 7, "", 6.0)
+    job.rendezvous.leave(job.launcher(7), 7)
+    job.halt(0, 1, 2, now_s=7.0)
+    job.tick({99}, 8.0)
+    assert "gpu-1 stays" in job.answers[0].refused
+    assert job.operating.drained == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "nodes", "would"),
+    [
+        ("drain", ("1",), "gpu-7 would take the ranks of gpu-1, which would leave the job"),
+        ("replace", ("gpu-2",), "gpu-7 would take the ranks of gpu-2, which would leave the job"),
+        ("exchange", ("gpu-2", "1"), "gpu-2 and gpu-1 would exchange their ranks"),
+    ],
+)
+def test_what_would_be_done_is_said_and_not_done(
+    verb: Literal["exchange", "replace", "drain"], nodes: tuple[str, ...], would: str
+) -> None:
+    job = with_spare()
+    assert job.moves.replace({1: "rank 2 is slow"}, "gpu-1 is slow", 5.0) == ""
+    before = len(job.effects)
+    assert job.operating.asked(99, Operate(verb, nodes=nodes, only_say=True), "", 5.0) == []
+    after = "all would begin again once the next step is sealed; nothing was done"
+    assert [answer.done for answer in job.answers] == [f"{would}; {after}"]
+    assert len(job.effects) == before + 1
+    assert job.pauses.wanted is not None, "what the controller wants itself is not given up"
+
+
+@pytest.mark.parametrize("only_say", [False, True])
+@pytest.mark.parametrize("verb", ["replace", "drain"])
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
@@ -156,9 +205,11 @@ def test_an_operator_has_a_node_replaced() -> None:
         (("gpu-0", "gpu-1"), "no spare waits to take the place of gpu-1; start one with the same command"),
     ],
 )
-def test_what_cannot_be_replaced_is_refused_in_a_line(nodes: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_replaced_is_refused_in_a_line(
+    verb: Literal["replace", "drain"], only_say: bool, nodes: tuple[str, ...], why: str
+) -> None:
     job = with_spare()
-    assert job.operating.asked(99, Operate("replace", nodes=nodes), "", 5.0) == []
+    assert job.operating.asked(99, Operate(verb, nodes=nodes, only_say=only_say), "", 5.0) == []
     (answer,) = job.answers
     assert why in answer.refused
 

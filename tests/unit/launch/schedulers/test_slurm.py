@@ -63,6 +63,12 @@ def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
         expand_nodes(text)
 
 
+@pytest.mark.parametrize("text", ["n1;rm", "n1\n", "n1 State=DOWN", "\x1b[1]", "-x", "$n", "n[1-2]=x"])
+def test_what_no_host_is_called_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no node's name"):
+        expand_nodes(text)
+
+
 @pytest.mark.parametrize(
     "text", ["n[1-999999999]", "n[1-1000]m[1-1000]", "n[1-600]m[1-600]", "n[1-150000],m[1-150000]"]
 )
@@ -135,3 +141,5 @@ def test_a_task_of_an_array_is_not_called_by_its_number() -> None:
     assert job_of(task) == "10_3", "10 would be the whole array"
     with pytest.raises(UsageError, match="SLURM_JOB_ID='a;b'"):
         job_of({"SLURM_JOB_ID": "a;b"})
+    with pytest.raises(UsageError, match="SLURM_ARRAY_JOB_ID is not set"):
+        job_of({"SLURM_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"})
