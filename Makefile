@@ -97,7 +97,7 @@ $(CUDA): | $(DEV)
 
 # The tests of `keepstep slurm` with Debian 13's Slurm instead of this machine's.
 slurm-24: $(DEV)
-	KEEPSTEP_SLURM="$$(tools/slurm_24.sh)" $(PYTEST) -m "not long" tests/e2e/test_slurm.py
+	slurm="$$(tools/slurm_24.sh)" && KEEPSTEP_SLURM="$$slurm" $(PYTEST) -m "not long" tests/e2e/test_slurm.py
 
 demo: $(READY)
 	@$(BIN)/python examples/demo.py

@@ -14,7 +14,9 @@ if [ ! -e "$root/.ready" ]; then
   made=$(mktemp -d "$root.XXXXXX")
   trap 'rm -rf --one-file-system "$made"' EXIT
   chmod 755 "$made"  # munge makes its key as an ordinary user
-  debootstrap --variant=minbase "--include=$packages" trixie "$made" "$mirror" >"$made/debootstrap.out" 2>&1 || {
+  # What it mounts ends with it.
+  unshare --mount debootstrap --variant=minbase "--include=$packages" trixie "$made" "$mirror" \
+    >"$made/debootstrap.out" 2>&1 || {
     tail -5 "$made/debootstrap.out" >&2; exit 1; }
   rm -rf "$made"/var/cache/apt/archives/*.deb
   chmod 755 "$made/root"  # an ordinary user reaches what is bound below it
