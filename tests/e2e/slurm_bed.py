@@ -158,7 +158,12 @@ class SlurmBed:
 
     def kill_launcher(self, node: str) -> None:
         """Kill the launcher of a node, and so its workers."""
-        launchers = [pid for pid, line in self.processes(node).items() if " keepstep.cli run " in line]
+        launchers = [
+            pid
+            for pid, line in self.processes(node).items()
+            # On the first node there are the steps' sruns, too, which have the launchers' commands.
+            if " keepstep.cli run " in line and not line.startswith("srun ")
+        ]
         assert launchers, f"no launcher on {node}"
         for pid in launchers:
             os.kill(pid, signal.SIGKILL)
