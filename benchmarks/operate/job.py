@@ -18,7 +18,7 @@ import torch.distributed as dist
 import keepstep.checkpoint
 
 folder, steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-node = os.environ.get("SLURMD_NODENAME", "-")
+node = os.environ.get("SLURMD_NODENAME") or os.environ.get("KEEPSTEP_NODE_NAME", "-")
 
 
 class Data:
