@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the control plane of Kubernetes 1.20.2 from the source package of Debian 12: kube-apiserver, kube-scheduler
-# and kube-controller-manager, with Debian's etcd beside them. Once: 3 to 4 minutes of a CPU, 150 MB of downloads,
-# 3 GB of disk on the way and 300 MB in the end.
+# and kube-controller-manager, with Debian's etcd beside them. Once: 6 minutes of a CPU, 150 MB of downloads,
+# 3 GB of disk on the way and 180 MB in the end.
 #
 # They land in KEEPSTEP_KUBERNETES (~/.cache/keepstep/kubernetes-1.20.2). Nothing is installed and no setting of apt's
 # is changed, so it needs no root: apt works on lists of its own below that folder, and checks Debian's signature there.
@@ -28,7 +28,7 @@ exec 9> "$place.lock"
 flock 9
 if [ -e "$place/etcd" ]; then exit; fi
 trap 'rm -rf "$work"' EXIT
-echo "building Kubernetes in $place, once: downloads 150 MB, minutes" >&2
+echo "building Kubernetes in $place, once: downloads 150 MB, takes 6 minutes of a CPU" >&2
 
 mkdir -p "$work"/apt/{lists,cache/archives}/partial "$work/go/src/k8s.io" "$work/unpacked"
 cd "$work"

@@ -45,7 +45,7 @@ class KubeApi:
         with closing(self._connection(_TIMEOUT_S)) as connection:
             return json.loads(self._asked(connection, method, path, body, kind, query).read() or "{}")
 
-    def get(self, path: str, **query: object) -> Object:
+    def get(self, path: str, **query: str) -> Object:
         return self.call("GET", path, **query)
 
     def post(self, path: str, body: object) -> Object:

@@ -214,7 +214,7 @@ def kubernetes(
     network = Network()
     try:
         tls = certificates(folder / "tls", network.address)
-        ports = dict(zip(("etcd", "peer", "api"), free_ports(3), strict=True))
+        ports: dict[str, int] = dict(zip(("etcd", "peer", "api"), free_ports(3), strict=True))
         api = KubeApi(f"https://127.0.0.1:{ports['api']}", Path(tls.ca), "admin-token")
         kubelets = StandInKubelets(api, folder / "pods", network, environ or {})
         nodes = [f"n{number}" for number in range(count)]

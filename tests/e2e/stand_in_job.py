@@ -35,7 +35,7 @@ class StandInJob:
         service, job = yaml.safe_load_all(_MANIFEST.read_text())
         template = job["spec"]["template"]
         (main,) = template["spec"]["containers"]
-        main["command"], main["args"] = ["keepstep", "run"], list(words)
+        main["command"], main["args"] = ["python", "-m", "keepstep.cli", "run"], list(words)
         annotation = f"metadata.annotations['{_INDEX}']"
         main["env"].append(
             {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": {"fieldPath": annotation}}}

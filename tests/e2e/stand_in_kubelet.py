@@ -176,6 +176,7 @@ class StandInPod:
         meta, spec = pod["metadata"], pod["spec"]
         self.name, self.node = meta["name"], spec["nodeName"]
         self.exit_code: int | None = None
+        self.message = ""
         self._vanished = threading.Event()
         self._killed_at: float | None = None
         hostname = spec.get("hostname", self.name)
@@ -226,11 +227,11 @@ class StandInPod:
             code = self._waited()
             if self._vanished.is_set():
                 return
-            self.exit_code = code
+            self.exit_code, self.message = code, self._message(main, message, code)
             end = {
                 "exitCode": code,
                 "reason": "Error" if code else "Completed",
-                "message": self._message(main, message, code),
+                "message": self.message,
                 "startedAt": began,
                 "finishedAt": now(),
             }
