@@ -42,6 +42,8 @@ class StandInJob:
         )
         main["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
         template["spec"]["volumes"].append({"name": "shared", "hostPath": {"path": str(shared)}})
+        main["volumeMounts"].append({"name": "kmsg", "mountPath": "/dev/kmsg", "readOnly": True})
+        template["spec"]["volumes"].append({"name": "kmsg", "hostPath": {"path": "/dev/kmsg"}})
         template["spec"]["subdomain"] = name
         self.template = template
         service["metadata"]["name"] = name

@@ -41,6 +41,7 @@ class StandInKubelets:
 
     def __init__(self, api: KubeApi, folder: Path, network: Network, environ: dict[str, str]) -> None:
         self.api, self.folder, self.network, self.environ = api, folder, network, environ
+        self.service = f"https://{network.address}:{api.server.rpartition(':')[2]}"  # where pods find it
         self.nodes: list[str] = []
         self.lost: set[str] = set()
         self.pods: dict[str, StandInPod] = {}  # by uid
@@ -86,6 +87,21 @@ class StandInKubelets:
                 self.finish_deletion(one)
             elif one["status"].get("phase") == "Running":
                 self.report(one, {"phase": "Failed", "reason": "NodeLost"}, lambda: True)
+
+    def host_path(self, node: str, path: str) -> Path:
+        """What a path of a node stands for: a file of its own where it is a device, else this machine's."""
+        if not path.startswith("/dev/"):
+            return Path(path)
+        own = self.folder / "nodes" / node / path.removeprefix("/")
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.touch()
+        return own
+
+    def say_as_kernel(self, node: str, text: str) -> None:
+        """Add a line to a node's kernel log, which pods may mount from ``/dev/kmsg``."""
+        clock_us = round(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
+        with self.host_path(node, "/dev/kmsg").open("a") as log:
+            log.write(f"3,{clock_us},{clock_us},-;{text}\n")
 
     def find(self, name: str) -> StandInPod:
         """The newest pod of a name that is or was here."""
@@ -298,12 +314,9 @@ class StandInPod:
         )
 
     def _environ(self, main: Object) -> dict[str, str]:
-        server, _, port = self.kubelets.api.server.removeprefix("https://").rpartition(":")
+        host, _, port = self.kubelets.service.removeprefix("https://").rpartition(":")
         environ = {**image_environ(), **self.kubelets.environ, "HOSTNAME": self.container.hostname}
-        environ |= {
-            "KUBERNETES_SERVICE_HOST": self.kubelets.network.address or server,
-            "KUBERNETES_SERVICE_PORT": port,
-        }
+        environ |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         for one in main.get("env", []):
             source = one.get("valueFrom", {})
             if "fieldRef" in source:
@@ -351,7 +364,7 @@ class StandInPod:
                 os.chown(path, 0, group)
                 path.chmod(0o2777)
             elif "hostPath" in volume:
-                made[volume["name"]] = Path(volume["hostPath"]["path"])
+                made[volume["name"]] = self.kubelets.host_path(self.node, volume["hostPath"]["path"])
             elif "secret" in volume or "configMap" in volume:
                 kind = "secrets" if "secret" in volume else "configmaps"
                 source = volume.get("secret") or volume["configMap"]
