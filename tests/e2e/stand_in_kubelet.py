@@ -196,7 +196,9 @@ class StandInPod:
         self._vanished = threading.Event()
         self._killed_at: float | None = None
         hostname = spec.get("hostname", self.name)
-        self.container = Container(kubelets.folder / meta["uid"], kubelets.network, hostname)
+        subdomain = spec.get("subdomain")
+        domain = f"{subdomain}.{meta['namespace']}.svc.cluster.local" if subdomain else ""
+        self.container = Container(kubelets.folder / meta["uid"], kubelets.network, hostname, domain)
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 

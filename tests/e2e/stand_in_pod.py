@@ -88,10 +88,11 @@ class Container:
     """The process of a pod, and the folders that are mounted in it.
 
     ``folder``: for what is only here. ``mounts``: folders or files by the path at which they are seen inside.
+    ``domain``: of its host name, empty for none.
     """
 
-    def __init__(self, folder: Path, network: Network, hostname: str) -> None:
-        self.folder, self.network, self.hostname = folder, network, hostname
+    def __init__(self, folder: Path, network: Network, hostname: str, domain: str) -> None:
+        self.folder, self.network, self.hostname, self.domain = folder, network, hostname, domain
         self.mounts: dict[str, Path] = {}
         self._process: subprocess.Popen[bytes] | None = None
         for name in _OWN:
@@ -103,7 +104,8 @@ class Container:
 
     def name_hosts(self, lines: Sequence[str]) -> None:
         """What ``/etc/hosts`` says inside from now on, besides the pod's own name."""
-        own = ["127.0.0.1 localhost", f"{self.address} {self.hostname}", *lines]
+        names = f"{self.hostname}.{self.domain} {self.hostname}" if self.domain else self.hostname
+        own = ["127.0.0.1 localhost", f"{self.address} {names}", *lines]
         (self.folder / "hosts").write_text("\n".join(own) + "\n")
         (self.folder / "hosts").replace(self.folder / "etc/hosts")
 
