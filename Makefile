@@ -24,7 +24,7 @@ NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 # Set, each of the thousands of processes that the tests start would compile all of keepstep's source anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo frameworks nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels
+.PHONY: help setup demo frameworks nccl cuda kubernetes test test-cuda smoke test-long test-fast lint types docs format check wheels
 .PHONY: wheels-check soak bench clean
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-long  the same with ten times the chance, all campaigns and frameworks (hours)"
 	@echo "make frameworks  Lightning, DeepSpeed and Megatron, for their tests and campaigns"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
+	@echo "make kubernetes  build a control plane, for the tests of jobs in Kubernetes (150 MB, 6 CPU minutes, once)"
 	@echo "make check   linters, types, layers, docs"
 	@echo "make wheels  wheels that need no compiler (glibc 2.28 or newer), and the demo from one"
 	@echo "make wheels-check  the demo from a wheel of dist/ in an empty environment"
@@ -75,6 +76,10 @@ $(NCCL): $(READY)
 	  $(BIN)/python -m pip --quiet download --no-deps --dest $(@D) nvidia-nccl-$$cuda && \
 	  $(BIN)/python -m zipfile -e $(@D)/nvidia_nccl_$$cuda-*.whl $(@D)/$$cuda && rm $(@D)/*.whl || exit 1; done
 	@touch $@
+
+# The control plane that tests/e2e/test_kubernetes.py runs on; outside of the source tree, for all clones.
+kubernetes:
+	@tools/kubernetes.sh
 
 # The CUDA build of torch alone, without the 2 GB of libraries that it depends on: stand-ins take their place. All else
 # comes from $(VENV). CUDA's headers lie beside it, as their wheels would bring the real libraries.

@@ -1,7 +1,8 @@
 """The training of the bench: DDP on Gloo that saves every step. Arguments: folder, steps, seconds of pause after each.
 
 Each rank appends ``STEP LOSS UNIX_SECONDS NODE`` to ``losses-RANK``. A file ``raise-RANK`` in the folder makes that
-rank fail with a Python error, in every incarnation.
+rank fail with a Python error, in every incarnation, and a file ``break-NODE`` the ranks on that node with what torch
+says of a broken GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import keepstep.checkpoint
 
 folder, steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-node = os.environ.get("SLURMD_NODENAME", "-")
+node = os.environ.get("SLURMD_NODENAME") or os.environ.get("KEEPSTEP_NODE_NAME", "-")
 
 
 class Data:
@@ -53,6 +54,9 @@ with (folder / f"losses-{rank}").open("a") as log:
         loss.backward()
         if (folder / f"raise-{rank}").exists():
             raise ValueError("the batch has no label")
+        if (folder / f"break-{node}").exists():
+            time.sleep(0.5)
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         optimizer.step()
         log.write(f"{step} {float(loss.item()).hex()} {time.time():.3f} {node}\n")
         log.flush()
