@@ -22,7 +22,9 @@ class Seen:
     conditions: dict[str, list[str]]  # the operator's, by node
     taints: dict[str, list[str]]
     named: str  # the node that an incident names
-    condition_s: float | None  # from the verdict to the condition, or from when the cluster takes the node for lost
+    condition_s: (
+        float | None
+    )  # from the verdict to the condition, or from when the cluster takes the node for lost
     eviction_s: float | None  # from the taint to the deletion of a pod there that is none of the job's
     replaced_on: list[str]  # nodes of pods with the victim's index that were made after the fault
     others_on: list[str]  # nodes of pods of others that were made after the taint

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.kube_api import KubeApi, Object
+from tests.e2e.kube_api import ApiError, KubeApi, Object
 from tests.e2e.kube_bed import KubeBed, kubernetes, until
 from tests.e2e.stand_in_job import PODS, SHARED, exit_code, make_secret, template_of
 from tests.e2e.stand_in_kubelet import StandInPod
@@ -32,23 +32,17 @@ _XID = (
     "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE) has been "
     "detected on GPU in the framebuffer at partition 6, subpartition 0."
 )
-_CRD = "CustomResourceDefinition"
 
 
 def install(api: KubeApi) -> None:
     """Install the operator as it is shipped; what it runs on is the stand-in kubelet."""
-    import yaml
-
-    texts = [path.read_text() for path in sorted(MANIFESTS.glob("*.yaml")) if path.stem != "kustomization"]
-    objects = [one for text in texts for one in yaml.safe_load_all(text) if one is not None]
-    first = ("Namespace", _CRD)
-    for one in sorted(objects, key=lambda one: one["kind"] not in first):
-        api.apply(json.dumps(one))
+    for name in ("namespace", "crd", "jobs/role", "operator"):
+        api.apply((MANIFESTS / f"{name}.yaml").read_text())
     until(lambda: _is_served(api), "TrainingJobs are served")
 
 
 def _is_served(api: KubeApi) -> bool:
-    with suppress(Exception):
+    with suppress(ApiError):
         return "items" in api.get(JOBS)
     return False
 
@@ -223,7 +217,9 @@ class KubeTrial:
     def _verdict(self) -> tuple[str, float] | None:
         """The node that an incident blames for the fault, and when that was known."""
         cause = "node lost" if self.plan.fault == "node-lost" else ""
-        for path in sorted((self.bed.folder / "pods").glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json")):
+        for path in sorted(
+            (self.bed.folder / "pods").glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json")
+        ):
             incident = json.loads(path.read_text())
             for one in incident["culprits"]:
                 if one.get("node") and one.get("cause", "") in (cause or one.get("cause", ""), cause):
@@ -231,7 +227,9 @@ class KubeTrial:
         return None
 
     def _step(self) -> int:
-        last = [lines[-1] for rank in range(self.plan.nodes * self.plan.ranks) if (lines := self._lines(rank))]
+        last = [
+            lines[-1] for rank in range(self.plan.nodes * self.plan.ranks) if (lines := self._lines(rank))
+        ]
         return max((int(line.split()[0]) for line in last), default=-1)
 
     def _lines(self, rank: int) -> list[str]:

@@ -34,7 +34,8 @@ class Watching:
     def of_nodes(self, found: dict[tuple[str, str], float]) -> dict[str, list[str]]:
         """What nodes have ever had, by node."""
         return {
-            node: sorted(what for other, what in found if other == node) for node in sorted({n for n, _ in found})
+            node: sorted(what for other, what in found if other == node)
+            for node in sorted({n for n, _ in found})
         }
 
     def _follow(self, what: str, changed) -> None:
