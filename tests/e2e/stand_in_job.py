@@ -32,24 +32,17 @@ class StandInJob:
         self, api: KubeApi, pods: int, words: Sequence[str], shared: Path, *, name: str = "train"
     ) -> None:
         self._api, self.count, self.name = api, pods, name
-        service, job = yaml.safe_load_all(_MANIFEST.read_text())
-        template = job["spec"]["template"]
-        (main,) = template["spec"]["containers"]
-        main["command"], main["args"] = ["python", "-m", "keepstep.cli", "run"], list(words)
+        service, _ = yaml.safe_load_all(_MANIFEST.read_text())
+        self.template = template_of(words, shared)
+        (main,) = self.template["spec"]["containers"]
         annotation = f"metadata.annotations['{_INDEX}']"
         main["env"].append(
             {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": {"fieldPath": annotation}}}
         )
-        main["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
-        template["spec"]["volumes"].append({"name": "shared", "hostPath": {"path": str(shared)}})
-        main["volumeMounts"].append({"name": "kmsg", "mountPath": "/dev/kmsg", "readOnly": True})
-        template["spec"]["volumes"].append({"name": "kmsg", "hostPath": {"path": "/dev/kmsg"}})
-        template["spec"]["subdomain"] = name
-        self.template = template
+        self.template["spec"]["subdomain"] = name
         service["metadata"]["name"] = name
         service["spec"]["selector"] = {_LABEL: name}
-        secret = {"metadata": {"name": "keepstep"}, "stringData": {"secret": secrets.token_hex(32)}}
-        api.post("/api/v1/namespaces/default/secrets", secret)
+        make_secret(api)
         api.post("/api/v1/namespaces/default/services", service)
         self._over = threading.Event()
         for index in range(pods):
@@ -95,6 +88,28 @@ class StandInJob:
         for index in range(self.count):
             if all(exit_code(one) in _AGAIN for one in pods if index_of(one) == index):
                 self.make(index)
+
+
+def template_of(words: Sequence[str], shared: Path) -> Object:
+    """The pod template of ``job.yaml``, with other words after ``keepstep run``.
+
+    A folder is seen as ``SHARED`` in all pods, and the kernel's log is that of the node.
+    """
+    _, job = yaml.safe_load_all(_MANIFEST.read_text())
+    template = job["spec"]["template"]
+    (main,) = template["spec"]["containers"]
+    main["command"], main["args"] = ["python", "-m", "keepstep.cli", "run"], list(words)
+    main["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
+    main["volumeMounts"].append({"name": "kmsg", "mountPath": "/dev/kmsg", "readOnly": True})
+    template["spec"]["volumes"].append({"name": "shared", "hostPath": {"path": str(shared)}})
+    template["spec"]["volumes"].append({"name": "kmsg", "hostPath": {"path": "/dev/kmsg"}})
+    return template
+
+
+def make_secret(api: KubeApi) -> None:
+    """Make the secret that pods share."""
+    secret = {"metadata": {"name": "keepstep"}, "stringData": {"secret": secrets.token_hex(32)}}
+    api.post("/api/v1/namespaces/default/secrets", secret)
 
 
 def index_of(pod: Object) -> int:

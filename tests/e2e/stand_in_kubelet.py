@@ -210,6 +210,10 @@ class StandInPod:
         """End at once, and say nothing of it."""
         self._vanished.set()
 
+    def pid_of(self, variable: str) -> int:
+        """The number, here, of a process of the pod that has ``NAME=VALUE`` in its environment and is not the first."""
+        return self.container.pid_with(variable.encode())
+
     def end(self, deleted: Object) -> bool:
         """Ask the command to end, as the pod was deleted; false where it has ended."""
         if not self._thread.is_alive():

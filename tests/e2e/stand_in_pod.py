@@ -153,6 +153,18 @@ class Container:
             )
         raise ProcessLookupError
 
+    def pid_with(self, variable: bytes) -> int:
+        """The number, here, of a later process inside that has ``NAME=VALUE`` in its environment."""
+        first = self.first_pid()
+        inside = Path(f"/proc/{first}/ns/pid").stat().st_ino
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if int(path.name) == first or (path / "ns/pid").stat().st_ino != inside:
+                    continue
+                if variable in (path / "environ").read_bytes().split(b"\0"):
+                    return int(path.name)
+        raise ProcessLookupError
+
     def unplug(self) -> None:
         """Nothing that is sent from here arrives any more, not even that its connections are gone."""
         do("ip", "link", "set", self.namespace, "down")
