@@ -134,9 +134,9 @@ class Operated:
         return self.pods().get(pod, {"metadata": {"uid": ""}})["metadata"]["uid"]
 
     def taints(self, node: str) -> dict[str, str]:
-        """A node's taints: effects by key."""
+        """A node's taints, without Kubernetes' own ones of a busy machine: effects by key."""
         found = self.api.get(f"/api/v1/nodes/{node}")["spec"].get("taints", [])
-        return {one["key"]: one["effect"] for one in found}
+        return {one["key"]: one["effect"] for one in found if "node.kubernetes.io" not in one["key"]}
 
     def conditions(self, node: str) -> dict[str, str]:
         """What keepstep says of a node: messages by condition."""
