@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timezone
@@ -27,7 +28,7 @@ EVENTS: Any = _generic.create_namespaced_resource("", "v1", "Event", "events")
 LEASES: Any = _generic.create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases")
 NODES: Any = _generic.create_global_resource("", "v1", "Node", "nodes")
 
-FAILURES = (httpx2.HTTPError, OSError, TimeoutError, msgspec.MsgspecError, httpx2.StreamError)
+FAILURES = (httpx2.HTTPError, httpx2.StreamError, OSError, asyncio.TimeoutError, msgspec.MsgspecError)
 """What a request may raise: refused, no connection, no answer, or an answer that is none."""
 NOT_THERE, CONFLICT, GONE, FORBIDDEN = 404, 409, 410, 403
 _REQUEST_S = 15.0

@@ -16,6 +16,7 @@ from lightkube import operators as op
 
 from keepstep import wire
 from keepstep.core.log_lines import one_line
+from keepstep.core.within import within
 from keepstep.kubernetes import node_remedies
 from keepstep.kubernetes.actions import Action, Object, Report
 from keepstep.kubernetes.api import (
@@ -214,7 +215,7 @@ class Operator:
     async def _look_on(self) -> None:
         while True:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changes.wait(), _LOOK_S)
+                await within(_LOOK_S, self._changes.wait())
             self._changes.clear()
             if self.leads and self._nodes.is_complete:
                 self._look()
