@@ -115,3 +115,25 @@ def test_a_dry_run_only_says_what_it_would_do(cluster: Operated) -> None:
     until(lambda: "would do: make pod default/train-3" in cluster.said(), "it says so", 30)
     assert cluster.pods() == {}
     assert cluster.job().get("status") is None
+
+
+def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Operated) -> None:
+    """Kubernetes itself would wait for five minutes."""
+    cluster.start()
+    cluster.train(2000, nodeRemedy="auto")
+    cluster.trains()
+    until(lambda: cluster.watched() == "True", "the operator has asked the job", 60)
+    until(cluster.is_backed_up, "states are on other nodes, too", 60)
+    (lost,) = cluster.rank_nodes(1)
+    (name,) = [one for one, node in cluster.nodes_of_pods().items() if node == lost]
+    gone = cluster.uid(name)
+    cluster.bed.kubelets.lose(lost)
+    until(lambda: cluster.uid(name) not in ("", gone), "its pod is made again", 90)
+    until(lambda: len(cluster.nodes_of_pods()) == 4, "4 pods run", 60)
+    assert lost not in cluster.nodes_of_pods().values()
+    until(lambda: cluster.taints(lost) == {"keepstep.dev/lost": "NoExecute"}, "the node's taint", 30)
+    assert "KeepstepLost" in cluster.conditions(lost)
+    cluster.trains()
+    status = cluster.status()
+    assert (status["phase"], status.get("attempt", 0), status["excludedNodes"]) == ("Running", 0, [lost])
+    assert lost in status["formerNodes"]

@@ -58,6 +58,7 @@ class Seen:
         pods: those that the job has made.
         told: what the job's controller says; None where it does not answer.
         trouble: reason and message why it was not asked.
+        refused: why the API server has refused what was to be made last; empty where it has not.
     """
 
     job: TrainingJob
@@ -69,6 +70,7 @@ class Seen:
     since: Since
     unix_s: float
     most: Remedy = "auto"
+    refused: str = ""
     tainted: set[str] = field(default_factory=set[str])
 
 
@@ -135,10 +137,11 @@ class _Plan:
                 running = sum(pod.status.phase == "Running" for pod in self._active.values())
                 if running >= self._job.spec.nodes:
                     self._stands("Running", "", "")
-                elif self._phase in ("", "Pending"):
-                    self._stands("Pending", "", "")
                 else:
-                    self._stands("Restarting", "PodsMissing", "")
+                    refused = self._seen.refused
+                    phase = "Pending" if self._phase in ("", "Pending") else "Restarting"
+                    reason = "Refused" if refused else "PodsMissing" if phase == "Restarting" else ""
+                    self._stands(phase, reason, refused)
                 yield from self._keep_pods()
 
     @property

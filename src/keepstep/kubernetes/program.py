@@ -18,7 +18,7 @@ from keepstep import wire
 from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
 from keepstep.kubernetes import node_remedies
-from keepstep.kubernetes.actions import Action, Object, Report
+from keepstep.kubernetes.actions import Action, Make, Object, Report
 from keepstep.kubernetes.api import (
     CONFLICT,
     FAILURES,
@@ -96,6 +96,7 @@ class _Known:
     secret: bytes = field(default=b"", repr=False)
     secret_s: float = float("-inf")
     reported_s: float = float("-inf")
+    refused: str = ""
     is_busy: bool = False
 
 
@@ -262,6 +263,7 @@ class Operator:
             since=known.since,
             unix_s=time.time(),
             most=self._most,
+            refused=known.refused,
             tainted=tainted,
         )
         actions = list(reconcile(seen))
@@ -287,7 +289,7 @@ class Operator:
 
         async def all_of_them() -> None:
             try:
-                await asyncio.gather(*(self._do(one, raw) for one in due))
+                await asyncio.gather(*(self._do(one, raw, known) for one in due))
             finally:
                 if known is not None:
                     known.is_busy = False
@@ -299,7 +301,7 @@ class Operator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _do(self, action: Action, raw: Object | None) -> None:
+    async def _do(self, action: Action, raw: Object | None, known: _Known | None) -> None:
         async with self._acting:
             if not self.leads:
                 return
@@ -314,7 +316,11 @@ class Operator:
                         self._retry_s.clear()
                     self._retry_s[text] = (self._clock() + wait_s, wait_s)
                     self._speaker.once(f"cannot {text}: {told_by(error)}")
+                    if known is not None and isinstance(action, Make) and code_of(error):
+                        known.refused = told_by(error)
             else:
+                if known is not None and isinstance(action, Make):
+                    known.refused = ""
                 self._retry_s.pop(text, None)
                 if not isinstance(action, Report) or action.is_urgent:
                     self._speaker.once(text)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.kubernetes.virtual_cluster import VirtualCluster, training_job
 
-from keepstep.kubernetes.actions import EndPod, Make
+from keepstep.kubernetes.actions import EndPod, Make, Report
+from keepstep.kubernetes.job_plan import reconcile
 
 SILENT = ("NoAnswer", "10.0.0.1:29400: refused")
 LOST = "keepstep: exit code 75 (infrastructure): a node was lost; nodes blamed: n[1-2]; incident 0003: CRASH"
@@ -287,3 +288,12 @@ def test_a_definition_that_drops_the_status_stops_and_does_not_loop() -> None:
         cluster.job["status"].pop("again", None)
     assert len(cluster.made) == 4
     assert not any(isinstance(one, Make) for one in cluster.actions[-10:])
+
+
+def test_what_the_api_server_refuses_is_in_the_status() -> None:
+    cluster = VirtualCluster()
+    seen = cluster.seen()
+    seen.refused = 'Pod "train-0" is invalid: spec.containers[0].image: Required value'
+    (report,) = [one for one in reconcile(seen) if isinstance(one, Report)]
+    assert (report.status.phase, report.status.reason) == ("Pending", "Refused")
+    assert report.status.message == seen.refused
