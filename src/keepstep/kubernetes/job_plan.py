@@ -45,7 +45,8 @@ _AGAIN_S, _LONGEST_S = (
 _MOST_FORMER = 1000
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
-NO_NODE = "-"  # Kubernetes 1.20 takes an empty text in a list for null
+NO_NODE = "-"
+"""In the status, the node of a pod that has none."""
 NO_ANSWER = "NoAnswer"
 """Reason in `Seen.trouble`: the job's controller was asked, and has not answered."""
 
