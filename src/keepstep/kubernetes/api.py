@@ -9,8 +9,7 @@ from typing import Any, ClassVar, cast
 
 import httpx2
 import msgspec
-from lightkube import ApiError, AsyncClient
-from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+from lightkube import ApiError, AsyncClient, generic_resource
 from lightkube.types import PatchType
 
 from keepstep.core.errors import UsageError
@@ -19,13 +18,14 @@ from keepstep.core.within import within
 from keepstep.kubernetes.actions import Action, EndPod, Make, Mark, Object, Report, SetTaints, Tell, Unmark
 from keepstep.kubernetes.objects import GROUP, KIND, VERSION
 
-JOBS: Any = create_namespaced_resource(GROUP, VERSION, KIND, "trainingjobs")
-PODS: Any = create_namespaced_resource("", "v1", "Pod", "pods")
-SERVICES: Any = create_namespaced_resource("", "v1", "Service", "services")
-SECRETS: Any = create_namespaced_resource("", "v1", "Secret", "secrets")
-EVENTS: Any = create_namespaced_resource("", "v1", "Event", "events")
-LEASES: Any = create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases")
-NODES: Any = create_global_resource("", "v1", "Node", "nodes")
+_generic: Any = generic_resource
+JOBS: Any = _generic.create_namespaced_resource(GROUP, VERSION, KIND, "trainingjobs")
+PODS: Any = _generic.create_namespaced_resource("", "v1", "Pod", "pods")
+SERVICES: Any = _generic.create_namespaced_resource("", "v1", "Service", "services")
+SECRETS: Any = _generic.create_namespaced_resource("", "v1", "Secret", "secrets")
+EVENTS: Any = _generic.create_namespaced_resource("", "v1", "Event", "events")
+LEASES: Any = _generic.create_namespaced_resource("coordination.k8s.io", "v1", "Lease", "leases")
+NODES: Any = _generic.create_global_resource("", "v1", "Node", "nodes")
 
 FAILURES = (httpx2.HTTPError, OSError, TimeoutError, msgspec.MsgspecError, httpx2.StreamError)
 """What a request may raise: refused, no connection, no answer, or an answer that is none."""
@@ -59,8 +59,8 @@ def told_by(error: BaseException) -> str:
 class Api:
     """Carries actions out."""
 
-    def __init__(self, client: AsyncClient, warn: Callable[[str], None]) -> None:
-        self.client, self._warn = client, warn
+    def __init__(self, client: Any, warn: Callable[[str], None]) -> None:
+        self.client, self._warn = client, warn  # its overloads know only the library's own models
 
     async def get(self, kind: Any, name: str, namespace: str | None = None) -> Object | None:
         """An object; None where there is no such one."""

@@ -36,7 +36,8 @@ class Election:
     def saw(self, lease: Object | None, now_s: float) -> None:
         """Take note of the Lease as it is now; None: there is none."""
         spec: Object = (lease or {}).get("spec") or {}
-        version = str(((lease or {}).get("metadata") or {}).get("resourceVersion", ""))
+        meta: Object = (lease or {}).get("metadata") or {}
+        version = str(meta.get("resourceVersion", ""))
         seen = (version, str(spec.get("holderIdentity") or ""))
         if seen != self._seen:
             self._seen, self._seen_s = seen, now_s

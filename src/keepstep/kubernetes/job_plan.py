@@ -45,6 +45,7 @@ _AGAIN_S, _LONGEST_S = (
 _MOST_FORMER = 1000
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED = "stopped"
+NO_NODE = "-"  # Kubernetes 1.20 takes an empty text in a list for null
 NO_ANSWER = "NoAnswer"
 """Reason in `Seen.trouble`: the job's controller was asked, and has not answered."""
 
@@ -99,7 +100,9 @@ class _Plan:
         doings = list(self._after_the_end() if over else self._course())
         told = seen.told.faults if seen.told is not None else ()
         used = {one.spec.node_name for one in seen.pods} | {*job.status.nodes, *job.status.former_nodes}
-        cluster = node_remedies.Cluster(seen.nodes, used - {""}, seen.most, seen.unix_s, seen.tainted)
+        cluster = node_remedies.Cluster(
+            seen.nodes, used - {"", NO_NODE}, seen.most, seen.unix_s, seen.tainted
+        )
         faults = node_remedies.judged(job, () if over else told, cluster)
         status = self._written(faults)
         actions: list[Action] = []
@@ -159,11 +162,16 @@ class _Plan:
 
     @property
     def _controller_is_gone(self) -> bool:
-        """Whether the job's controller could be asked, and has not answered for a while, or has nobody to control."""
+        """Whether the job's controller has answered, and does not for a while now, or has nobody to control."""
         told = self._seen.told
         if told is not None:
             return told.state in _NOT_GOING_ON
-        return self._unheard_s > GONE_S
+        return bool(self._status.state) and self._unheard_s > GONE_S
+
+    @property
+    def _may_be_ending(self) -> bool:
+        """Whether the job's controller has just fallen silent: as the job ends, or for a moment."""
+        return bool(self._status.state) and 0.0 < self._unheard_s <= GONE_S
 
     def _begin_again(self) -> None:
         told = [end for _, end in sorted(self._ends.items()) if end.kind in ("again", "killed")]
@@ -221,7 +229,8 @@ class _Plan:
             noted = self._status.again.get(str(pod.index), Again())
             first_s = _AGAIN_S if end.kind == "again" else _AGAIN_S / 4
             wait_s = min(_LONGEST_S, first_s * 2 ** min(noted.times - 1, 10)) if noted.times else _LONGEST_S
-            if noted.pod == uid and self._since.seconds(("ended", uid)) >= wait_s:
+            waited = self._since.seconds(("ended", uid)) >= wait_s
+            if noted.pod == uid and waited and not (end.kind == "again" and self._may_be_ending):
                 yield self._ends_pod(pod, f"it is made again; {end.text}")
         elif pod.spec.node_name in self._status.excluded_nodes:
             yield self._ends_pod(pod, f"node {pod.spec.node_name} is excluded")
@@ -265,12 +274,11 @@ class _Plan:
     def _written(self, faults: list[node_remedies.Fault]) -> JobStatus:
         job, told = self._job, self._seen.told
         before = self._status
-        nodes = [""] * job.spec.pods
+        nodes = [NO_NODE] * job.spec.pods
         for index, pod in self._pods.items():
-            nodes[index] = pod.spec.node_name
-        former = [one for one in (*before.former_nodes, *before.nodes) if one and one not in nodes]
+            nodes[index] = pod.spec.node_name or NO_NODE
+        former = [one for one in (*before.former_nodes, *before.nodes) if one not in (NO_NODE, *nodes)]
         running = sum(one.status.phase == "Running" for one in self._active.values())
-        over = self._phase in ENDS
         return msgspec.structs.replace(
             before,
             phase=self._phase,
@@ -285,22 +293,27 @@ class _Plan:
             excluded_nodes=node_remedies.excluded(faults),
             avoided_nodes=self._avoided,
             verdict=short(told.verdict) if told is not None and told.verdict else before.verdict,
-            state=told.state if told is not None else "" if over else before.state,
+            state=self._state(),
             again=self._again,
             faults=faults,
             conditions=self._conditions(),
         )
 
+    def _state(self) -> str:
+        if self._phase in ENDS or self._attempt != self._status.attempt:
+            return ""
+        return self._seen.told.state if self._seen.told is not None else self._status.state
+
     def _conditions(self) -> list[Condition]:
         reason, message = self._seen.trouble
         watched = self._seen.told is not None
-        wanted = [
-            ("Complete", self._phase == "Succeeded", self._reason or "NotYet", ""),
-            ("Failed", self._phase == "Failed", self._reason or "No", ""),
-        ]
+        made = {
+            "Complete": self._condition("Complete", self._phase == "Succeeded", self._reason or "NotYet", ""),
+            "Failed": self._condition("Failed", self._phase == "Failed", self._reason or "No", ""),
+        }
         if self._status.phase not in ENDS and (watched or reason):
-            wanted.append(("Watched", watched, "Answers" if watched else reason, "" if watched else message))
-        made = {kind: self._condition(kind, *rest) for kind, *rest in wanted}
+            why = ("Answers", "") if watched else (reason, message)
+            made["Watched"] = self._condition("Watched", watched, *why)
         kept = [one for one in self._status.conditions if one.type not in made]
         return sorted([*kept, *made.values()], key=lambda one: one.type)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from lightkube import AsyncClient
 
 from keepstep.core.within import within
 from keepstep.kubernetes.actions import Object
@@ -26,7 +25,7 @@ class Mirror(Generic[T]):
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: Any,
         resource: Any,
         kind: type[T],
         changed: Callable[[], None],
@@ -39,7 +38,7 @@ class Mirror(Generic[T]):
         """``hint``: what to do where the API server does not know this kind at all."""
         self._client, self._resource, self._kind = client, resource, kind
         self._changed, self._warn, self._hint = changed, warn, hint
-        self._query = {} if namespace is None else {"namespace": namespace}
+        self._query: dict[str, Any] = {} if namespace is None else {"namespace": namespace}
         self._query |= {} if labels is None else {"labels": labels}
         self._what = f"{resource.__name__.lower()}s{f' in {namespace}' if namespace else ''}"
         self.is_complete = False  # everything is known as it was a moment ago

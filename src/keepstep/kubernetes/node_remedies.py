@@ -123,15 +123,14 @@ def orders(job: TrainingJob, nodes: Mapping[str, Node]) -> Iterator[Action]:
 def tidied(nodes: Iterable[Node]) -> Iterator[SetTaints]:
     """Taints of ours are removed from nodes whose condition somebody has removed."""
     for node in nodes:
-        gone = [
-            (kind, key)
+        keys = {
+            key: CONDITIONS[kind]
             for kind, (key, _) in TAINTS.items()
             if _is_ours(node, key) and not node.has(CONDITIONS[kind])
-        ]
-        if gone:
-            keys = {key for _, key in gone}
-            left = tuple(one for one in node.spec.taints or () if one.key not in keys)
-            conditions = ", ".join(CONDITIONS[kind] for kind, _ in gone)
+        }
+        if keys:
+            left = _without(node, keys)
+            conditions = ", ".join(keys.values())
             yield SetTaints(
                 *(node.metadata.name, node.metadata.resource_version, left),
                 f"taint {', '.join(sorted(keys))} removed, as condition {conditions} was",
@@ -144,8 +143,7 @@ def cleared(node: Node) -> Iterator[Action]:
     for condition in CONDITIONS.values():
         if any(one.type == condition for one in node.status.conditions or ()):
             yield Unmark(node.metadata.name, condition)
-    keys = {key for key, _ in TAINTS.values()}
-    left = tuple(one for one in node.spec.taints or () if one.key not in keys)
+    left = _without(node, {key for key, _ in TAINTS.values()})
     if len(left) < len(node.spec.taints or ()):
         yield SetTaints(node.metadata.name, "", left, "our taints removed")
 
@@ -205,6 +203,11 @@ def _moved_on(fault: Fault, node: Node | None) -> Fault:
     if marked and fault.taint and not shown and node.spec.unschedulable:
         return msgspec.structs.replace(fault, state="Done", taint=False, why="the node is cordoned already")
     return msgspec.structs.replace(fault, state="Done") if shown else fault
+
+
+def _without(node: Node, keys: Collection[str]) -> tuple[Taint, ...]:
+    """A node's taints without those of ours that have one of these keys."""
+    return tuple(one for one in node.spec.taints or () if one.key not in keys or one.value != VALUE)
 
 
 def _is_ours(node: Node, key: str) -> bool:

@@ -198,7 +198,7 @@ class JobStatus(_Read, frozen=True, omit_defaults=True):
     attempt: int = 0
     killed: int = 0
     running: str = ""  # "3/4": how many pods run, and how many there are to be
-    nodes: list[str] = []  # by index; empty where a pod has no node
+    nodes: list[str] = []  # by index; "-" where a pod has no node
     former_nodes: list[str] = []
     excluded_nodes: list[str] = []
     avoided_nodes: list[str] = []
