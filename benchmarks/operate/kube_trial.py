@@ -28,6 +28,7 @@ MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
 NAME = "train"
 _AWAY_S = 60.0
+_SLOWER_S = 3.0  # of pause after a step
 _PATIENCE_S = 150.0
 _ITS_NODE, _KEPT = "n6", "example.com/control"
 _XID = (
@@ -105,11 +106,12 @@ class KubeTrial:
         rank = self.plan.victim * self.plan.ranks
         self.node = self._lines(rank)[-1].split()[3]
         if self.plan.fault != "healthy":
+            self._pace(_SLOWER_S)  # so that the job has not ended before all that is looked at
             self._hurt(rank)
         if self.plan.taint:
             until(lambda: (self.node, self.plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             until(lambda: len(self._others()) == OTHERS, "pods of others", _PATIENCE_S)
-        (self.work / "hurry").touch()
+        self._pace(PAUSE_S)
         until(lambda: self._job().get("phase") in ("Succeeded", "Failed"), "the job is over", _PATIENCE_S)
 
     def seen(self) -> Seen:
@@ -184,6 +186,10 @@ class KubeTrial:
             until(lambda: (self.node, plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             for number in range(OTHERS):
                 self._make_pod(f"other-{number}", {})
+
+    def _pace(self, pause_s: float) -> None:
+        (self.work / ".pause").write_text(str(pause_s))
+        (self.work / ".pause").replace(self.work / "pause")
 
     def _stand_by(self) -> str:
         """Start a pod of somebody else on the victim's node; its uid."""
