@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import secrets
 import signal
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.e2e.faulty_api import FaultyApi
 from tests.e2e.kube_api import MERGE, ApiError, Object
 from tests.e2e.kube_bed import KubeBed, until
+from tests.e2e.test_backups import backed_up
 
 OPERATOR = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 TRAIN = Path(__file__).parents[2] / "benchmarks/operate/job.py"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
 PODS = "/api/v1/namespaces/default/pods"
 SHARED = "/run/shared"
-FASTER = {"KEEPSTEP_LINGER_S": "3"}
+_XID = "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE)"
 
 
 class Operated:
@@ -31,9 +34,18 @@ class Operated:
         self.operators: list[subprocess.Popen[bytes]] = []
         self.log = bed.folder / "operator.log"
         for name in ("namespace", "crd", "operator", "jobs/role"):
-            self.api.apply((OPERATOR / f"{name}.yaml").read_text())
-        token = bed.token("keepstep-operator", "keepstep")
-        self.config = bed.kubeconfig(token, "keepstep")
+            shipped = yaml.safe_load_all((OPERATOR / f"{name}.yaml").read_text())
+            own = [
+                one for one in shipped if one["kind"] != "Deployment"
+            ]  # the tests start operators themselves
+            self.api.apply(yaml.safe_dump_all(own))
+        self.faulty = FaultyApi(
+            self.api.server, "127.0.0.1", bed.tls
+        )  # the operators see the API server through it
+        self.config = bed.kubeconfig(bed.token("keepstep-operator", "keepstep"), "keepstep")
+        config = json.loads(self.config.read_text())
+        config["clusters"][0]["cluster"]["server"] = self.faulty.server
+        self.config.write_text(json.dumps(config))
         until(self._knows_jobs, "the CRD is served")
         secret = {"metadata": {"name": "keepstep"}, "stringData": {"secret": secrets.token_hex(32)}}
         self.api.post("/api/v1/namespaces/default/secrets", secret)
@@ -56,12 +68,21 @@ class Operated:
             )
         return self.operators[-1]
 
+    def run(self, *flags: str) -> str:
+        """Run an operator's order to its end; what it says."""
+        command = [sys.executable, "-m", "keepstep.cli", "operator", *flags]
+        environ = {**os.environ, "KUBECONFIG": str(self.config)}
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, check=True, timeout=60
+        ).stderr
+
     def stop(self) -> None:
         """End all operators."""
         for one in self.operators:
             one.send_signal(signal.SIGTERM)
         for one in self.operators:
             one.wait(30)
+        self.faulty.close()
 
     def train(self, steps: int, *, nodes: int = 3, spares: int = 1, **spec: Any) -> None:
         """Make a training job of real launchers."""
@@ -103,8 +124,24 @@ class Operated:
             if one["status"].get("phase") == "Running"
         }
 
-    def node(self, name: str) -> Object:
-        return self.api.get(f"/api/v1/nodes/{name}")
+    def watched(self) -> str:
+        """Whether the operator hears the job's controller."""
+        found = self.status().get("conditions", [])
+        return next((one["status"] for one in found if one["type"] == "Watched"), "")
+
+    def uid(self, pod: str) -> str:
+        """The uid of the pod that has a name now; empty where there is none."""
+        return self.pods().get(pod, {"metadata": {"uid": ""}})["metadata"]["uid"]
+
+    def taints(self, node: str) -> dict[str, str]:
+        """A node's taints, without Kubernetes' own ones of a busy machine: effects by key."""
+        found = self.api.get(f"/api/v1/nodes/{node}")["spec"].get("taints", [])
+        return {one["key"]: one["effect"] for one in found if "node.kubernetes.io" not in one["key"]}
+
+    def conditions(self, node: str) -> dict[str, str]:
+        """What keepstep says of a node: messages by condition."""
+        found = self.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]
+        return {one["type"]: one["message"] for one in found if one["type"].startswith("Keepstep")}
 
     def change(self, change: Object) -> None:
         """Change the job as a user does."""
@@ -117,6 +154,21 @@ class Operated:
     def step(self, rank: int) -> int:
         lines = self._losses(rank)
         return int(lines[-1].split()[0]) if lines else -1
+
+    def break_gpu(self, node: str) -> None:
+        """The kernel of a node and torch in its ranks tell of a broken GPU."""
+        self.bed.kubelets.say_as_kernel(node, f"{_XID} has been detected on GPU in the framebuffer.")
+        (self.folder / f"break-{node}").touch()
+
+    def trains(self, ranks: int = 3, steps: int = 5) -> None:
+        """Wait until all ranks have made so many more steps."""
+        before = [self.step(rank) for rank in range(ranks)]
+        until(lambda: all(self.step(rank) >= before[rank] + steps for rank in range(ranks)), "all train", 90)
+
+    def is_backed_up(self) -> bool:
+        """Whether each node's state is on another one, too."""
+        first = self.bed.kubelets.find("train-0").container.folder
+        return backed_up(first / "volumes/keepstep-run/train") >= 5
 
     def said(self) -> str:
         """What the operators have said."""

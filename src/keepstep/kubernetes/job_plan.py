@@ -7,7 +7,7 @@ What the next step depends on is written into the job's status first, and done o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -44,7 +44,7 @@ _AGAIN_S, _LONGEST_S = (
 )  # a pod that ends with 75 begins again so much later, twice as much each time
 _MOST_FORMER = 1000
 _NOT_GOING_ON = ("created", "done", "failed")
-_STOPPED = "stopped"
+_STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
 NO_NODE = "-"  # Kubernetes 1.20 takes an empty text in a list for null
 NO_ANSWER = "NoAnswer"
 """Reason in `Seen.trouble`: the job's controller was asked, and has not answered."""
@@ -195,8 +195,14 @@ class _Plan:
             if before.pod != self._pods[index].metadata.uid:
                 self._again[str(index)] = Again(times=before.times + 1, pod=self._pods[index].metadata.uid)
                 self._killed += end.kind == "killed"
+                if end.category == _INFRASTRUCTURE:
+                    self._avoid([self._pods[index].spec.node_name])
         if self._killed > self._job.spec.pod_restart_limit:
             self._end("Failed", "PodRestartLimit", f"launchers were killed {self._killed} times")
+
+    def _avoid(self, nodes: Collection[str]) -> None:
+        """Pods that are made from now on come to these nodes only where no other is free."""
+        self._avoided = list(dict.fromkeys((*self._avoided, *sorted(nodes))))[-_MOST_FORMER:]
 
     def _stands(self, phase: Phase, reason: str, message: str) -> None:
         if phase == self._status.phase == "Restarting" and not message:

@@ -158,7 +158,7 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
-class Fault(_Read, frozen=True):
+class Fault(_Read, frozen=True, omit_defaults=True):
     """A fault of a node that a job has told, and what was done about it.
 
     Attributes:

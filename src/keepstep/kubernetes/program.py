@@ -50,6 +50,7 @@ _SECRET_S = 60.0
 _REPEAT_S = 60.0  # the same warning is printed this often
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _AT_ONCE = 16
+_END_S = 2.0
 _MOST_REMEMBERED = 10_000
 _HINT = "is the CRD installed? kubectl apply -k deploy/kubernetes/operator"
 
@@ -157,9 +158,11 @@ class Operator:
             for one in done - {stopping}:
                 one.result()  # none of them ends by itself, except by an error of ours
         finally:
-            for one in (*tasks, stopping, *self._tasks):
+            ending = [*tasks, stopping, *self._tasks]
+            for one in ending:
                 one.cancel()
-            await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+            # A server that does not answer TLS's goodbye would be waited for half a minute.
+            await asyncio.wait(ending, timeout=_END_S)
             await self._resign()
 
     # --- who acts ---------------------------------------------------------------------------------------------------

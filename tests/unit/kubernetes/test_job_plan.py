@@ -125,6 +125,7 @@ def test_a_pod_that_ends_alone_with_75_begins_again_later_each_time() -> None:
         waits.append(cluster.now_s - began_s)
         cluster.settle(2)
     assert cluster.status.get("attempt", 0) == 0
+    assert cluster.status["avoidedNodes"] == ["n3"], "where it ended, if another one is free"
     assert waits == sorted(waits)
     assert waits[0] <= 8
     assert waits[-1] >= 40

@@ -64,7 +64,8 @@ class VirtualCluster:
 
     def view(self) -> VirtualCluster:
         """What an operator sees that has not heard of anything later."""
-        return copy.deepcopy(self)
+        seen = copy.deepcopy((self.job, self.nodes, self.pods))
+        return VirtualCluster(*seen, self.has_service, self.told, self.trouble, self.now_s)
 
     def seen(self, since: Since | None = None) -> Seen:
         return Seen(
