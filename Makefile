@@ -174,6 +174,8 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.recovery.faults --case all
 	$(BIN)/python -m benchmarks.corrupt --case all
 	$(BIN)/python -m benchmarks.operate --part slurm --seeds 0-119
+	$(BIN)/python -m benchmarks.operate --part kubernetes --seeds 0-79
+	$(BIN)/python -m benchmarks.operate.kube_api_faults
 	$(BIN)/python -m benchmarks.corrupt.without_training --json benchmarks/results/corrupt/without-training.json
 	$(BIN)/python -m benchmarks.recovery.soak --json benchmarks/results/recovery-soak.json
 	$(BIN)/python -m benchmarks.recovery.examples --json benchmarks/results/recovery-examples.json

@@ -58,6 +58,11 @@ cd "$tree"
 # Kubernetes' own reflect2, 1.0.1, crashes when Go is newer than 1.17.
 rm -r vendor/github.com/modern-go/reflect2
 cp -r "$work/unpacked/usr/share/gocode/src/github.com/modern-go/reflect2" vendor/github.com/modern-go/
+# Its check of custom resources compares two reflect.Value by their addresses; from Go 1.18 on an empty string has the
+# same address as the zero value, and is taken for null.
+type=vendor/k8s.io/kube-openapi/pkg/validation/validate/type.go
+sed -i 's/if data == nil || reflect.DeepEqual(reflect.Zero(.*/if data == nil {/' $type
+if grep reflect.Zero $type; then exit 1; fi
 
 # The one generated file that the package leaves out.
 folders=$(grep -rl '+k8s:openapi-gen=' --include='*.go' vendor/k8s.io/ staging/src/k8s.io/ pkg/ cmd/ plugin/ |

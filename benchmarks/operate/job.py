@@ -2,7 +2,7 @@
 
 Each rank appends ``STEP LOSS UNIX_SECONDS NODE`` to ``losses-RANK``. A file ``raise-RANK`` in the folder makes that
 rank fail with a Python error, in every incarnation, and a file ``break-NODE`` the ranks on that node with what torch
-says of a broken GPU.
+says of a broken GPU. A file ``pause`` has the seconds of pause from now on.
 """
 
 from __future__ import annotations
@@ -62,5 +62,6 @@ with (folder / f"losses-{rank}").open("a") as log:
         log.flush()
         optimizer.zero_grad()
         keepstep.checkpoint.save(state, step + 1)
-        time.sleep(pause_s)
+        paced = folder / "pause"
+        time.sleep(float(paced.read_text()) if paced.exists() else pause_s)
 dist.destroy_process_group()

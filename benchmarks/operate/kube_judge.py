@@ -64,7 +64,9 @@ def faults(plan: KubePlan, node: str, seen: Seen) -> list[str]:
         want(bool(seen.steps_away), "the training stood still while the API server was away")
     want(seen.losses.keys() == seen.reference.keys(), "not every rank made every step")
     other = [place for place, got in seen.losses.items() if got != seen.reference.get(place)]
-    want(not other, f"{len(other)} losses differ from those of an undisturbed training")
+    first = sorted(other)[:3]
+    told = ", ".join(f"rank {rank} step {step}: {sorted(seen.losses[rank, step])}" for rank, step in first)
+    want(not other, f"{len(other)} losses differ from those of an undisturbed training: {told}")
     return wrong
 
 

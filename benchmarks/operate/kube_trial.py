@@ -1,4 +1,4 @@
-"""Runs one seed in Kubernetes: a cluster of six nodes, keepstep's operator, a TrainingJob, the fault."""
+"""Runs one seed in Kubernetes: a cluster of six nodes and one for keepstep's operator, a TrainingJob, the fault."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tests.e2e.kube_api import ApiError, KubeApi, Object
 from tests.e2e.kube_bed import KubeBed, kubernetes, until
 from tests.e2e.stand_in_job import PODS, SHARED, exit_code, make_secret, template_of
@@ -27,18 +28,27 @@ MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
 NAME = "train"
 _AWAY_S = 60.0
+_SLOWER_S = 3.0  # of pause after a step
 _PATIENCE_S = 150.0
+_ITS_NODE, _KEPT = "n6", "example.com/control"
 _XID = (
     "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE) has been "
     "detected on GPU in the framebuffer at partition 6, subpartition 0."
 )
 
 
-def install(api: KubeApi) -> None:
-    """Install the operator as it is shipped; what it runs on is the stand-in kubelet."""
+def install(bed: KubeBed) -> None:
+    """Install the operator as it is shipped, on a node that jobs keep from, as such programs are."""
+    bed.taint(_ITS_NODE, _KEPT, "NoSchedule")
     for name in ("namespace", "crd", "jobs/role", "operator"):
-        api.apply((MANIFESTS / f"{name}.yaml").read_text())
-    until(lambda: _is_served(api), "TrainingJobs are served")
+        for one in yaml.safe_load_all((MANIFESTS / f"{name}.yaml").read_text()):
+            if one["kind"] == "Deployment":
+                one["spec"]["template"]["spec"] |= {
+                    "nodeSelector": {"kubernetes.io/hostname": _ITS_NODE},
+                    "tolerations": [{"key": _KEPT, "operator": "Exists"}],
+                }
+            bed.api.apply(yaml.safe_dump(one))
+    until(lambda: _is_served(bed.api), "TrainingJobs are served")
 
 
 def _is_served(api: KubeApi) -> bool:
@@ -50,7 +60,7 @@ def _is_served(api: KubeApi) -> bool:
 def run_seed(plan: KubePlan, folder: Path, reference: Losses) -> dict[str, Any]:
     """Run and judge a seed; its line for the results."""
     began_s, wrong = time.monotonic(), list[str]()
-    with kubernetes(folder) as bed:
+    with kubernetes(folder, 7) as bed:
         trial = KubeTrial(plan, bed, reference)
         try:
             trial.run()
@@ -87,7 +97,7 @@ class KubeTrial:
         self._steps_away: int | None = None
         self._bystander = ""
         self.watching = Watching(bed.api)
-        install(bed.api)
+        install(bed)
 
     def run(self) -> None:
         """Run the job, hurt it, and wait until it is over."""
@@ -96,11 +106,12 @@ class KubeTrial:
         rank = self.plan.victim * self.plan.ranks
         self.node = self._lines(rank)[-1].split()[3]
         if self.plan.fault != "healthy":
+            self._pace(_SLOWER_S)  # so that the job has not ended before all that is looked at
             self._hurt(rank)
         if self.plan.taint:
             until(lambda: (self.node, self.plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             until(lambda: len(self._others()) == OTHERS, "pods of others", _PATIENCE_S)
-        (self.work / "hurry").touch()
+        self._pace(PAUSE_S)
         until(lambda: self._job().get("phase") in ("Succeeded", "Failed"), "the job is over", _PATIENCE_S)
 
     def seen(self) -> Seen:
@@ -175,6 +186,10 @@ class KubeTrial:
             until(lambda: (self.node, plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             for number in range(OTHERS):
                 self._make_pod(f"other-{number}", {})
+
+    def _pace(self, pause_s: float) -> None:
+        (self.work / ".pause").write_text(str(pause_s))
+        (self.work / ".pause").replace(self.work / "pause")
 
     def _stand_by(self) -> str:
         """Start a pod of somebody else on the victim's node; its uid."""

@@ -57,6 +57,11 @@ class FaultyApi:
         with self._lock:
             self._refusals += [(method, re.compile(path), code)] * times
 
+    def forgive(self) -> None:
+        """Refuse nothing that was not refused by now."""
+        with self._lock:
+            self._refusals.clear()
+
     def end_watches(self, *, expired: bool = False) -> int:
         """Cut all watches, or first tell them that their version is too old; how many there were."""
         with self._lock:
