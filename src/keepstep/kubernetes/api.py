@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, ClassVar, cast
@@ -32,6 +33,7 @@ FAILURES = (httpx2.HTTPError, httpx2.StreamError, OSError, asyncio.TimeoutError,
 """What a request may raise: refused, no connection, no answer, or an answer that is none."""
 NOT_THERE, CONFLICT, GONE, FORBIDDEN = 404, 409, 410, 403
 _REQUEST_S = 15.0
+_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 _MADE: Mapping[str, Any] = {"Pod": PODS, "Service": SERVICES}
 
 
@@ -65,6 +67,8 @@ class Api:
 
     async def get(self, kind: Any, name: str, namespace: str | None = None) -> Object | None:
         """An object; None where there is no such one."""
+        if _NAME.fullmatch(name) is None:  # it becomes part of a path
+            return None
         where = {} if namespace is None else {"namespace": namespace}
         try:
             return dict(await within(_REQUEST_S, self.client.get(kind, name, **where)))
@@ -125,7 +129,7 @@ class Api:
         await self.client.patch(NODES.Status, node, change, patch_type=PatchType.STRATEGIC)
 
     async def _set_taints(self, action: SetTaints, _: Object | None) -> None:
-        change: Object = {"spec": {"taints": msgspec.to_builtins(action.taints)}}
+        change: Object = {"spec": {"taints": [msgspec.to_builtins(one) for one in action.taints]}}
         if action.version:
             change["metadata"] = {"resourceVersion": action.version}
         await self.client.patch(NODES, action.node, change, patch_type=PatchType.MERGE)
