@@ -24,8 +24,8 @@ NATIVE := $(wildcard native/*.hpp native/*.cpp native/*.map)
 # Set, each of the thousands of processes that the tests start would compile all of keepstep's source anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo frameworks nccl cuda test test-cuda smoke test-long test-fast lint types docs format check wheels
-.PHONY: wheels-check soak bench slurm-24 clean
+.PHONY: help setup demo frameworks nccl cuda kubernetes slurm-24 test test-cuda smoke test-long test-fast lint types docs
+.PHONY: format check wheels wheels-check soak bench clean
 
 help:
 	@echo "make demo    set up, watch a real training job, slow one rank, print the verdict"
@@ -36,6 +36,7 @@ help:
 	@echo "make frameworks  Lightning, DeepSpeed and Megatron, for their tests and campaigns"
 	@echo "make slurm-24  the tests on Slurm with its version 24.11 (root; once: debootstrap, 90 MB)"
 	@echo "make nccl    get NCCL, for the tests of the shim that need its header (700 MB)"
+	@echo "make kubernetes  build a control plane, for the tests of jobs in Kubernetes (150 MB, 6 CPU minutes, once)"
 	@echo "make check   linters, types, layers, docs"
 	@echo "make wheels  wheels that need no compiler (glibc 2.28 or newer), and the demo from one"
 	@echo "make wheels-check  the demo from a wheel of dist/ in an empty environment"
@@ -76,6 +77,10 @@ $(NCCL): $(READY)
 	  $(BIN)/python -m pip --quiet download --no-deps --dest $(@D) nvidia-nccl-$$cuda && \
 	  $(BIN)/python -m zipfile -e $(@D)/nvidia_nccl_$$cuda-*.whl $(@D)/$$cuda && rm $(@D)/*.whl || exit 1; done
 	@touch $@
+
+# The control plane that tests/e2e/test_kubernetes.py runs on; outside of the source tree, for all clones.
+kubernetes:
+	@tools/kubernetes.sh
 
 # The CUDA build of torch alone, without the 2 GB of libraries that it depends on: stand-ins take their place. All else
 # comes from $(VENV). CUDA's headers lie beside it, as their wheels would bring the real libraries.
@@ -174,6 +179,8 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.recovery.faults --case all
 	$(BIN)/python -m benchmarks.corrupt --case all
 	$(BIN)/python -m benchmarks.operate --part slurm --seeds 0-119
+	$(BIN)/python -m benchmarks.operate --part kubernetes --seeds 0-79
+	$(BIN)/python -m benchmarks.operate.kube_api_faults
 	$(BIN)/python -m benchmarks.corrupt.without_training --json benchmarks/results/corrupt/without-training.json
 	$(BIN)/python -m benchmarks.recovery.soak --json benchmarks/results/recovery-soak.json
 	$(BIN)/python -m benchmarks.recovery.examples --json benchmarks/results/recovery-examples.json

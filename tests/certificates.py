@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from keepstep import wire
 
 
-def certificates(folder: Path) -> wire.TlsPaths:
-    """An authority and one certificate for both sides."""
+def certificates(folder: Path, *addresses: str) -> wire.TlsPaths:
+    """An authority and one certificate for both sides, for 127.0.0.1 and other addresses."""
     now = datetime.datetime.now(datetime.timezone.utc)
     names = {kind: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)]) for kind in ("ca", "node")}
     keys = {kind: ec.generate_private_key(ec.SECP256R1()) for kind in names}
@@ -30,7 +30,9 @@ def certificates(folder: Path) -> wire.TlsPaths:
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=kind == "ca", path_length=None), critical=True)
             .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+                x509.SubjectAlternativeName(
+                    [x509.IPAddress(ipaddress.ip_address(one)) for one in ("127.0.0.1", *addresses)]
+                ),
                 critical=False,
             )
         )

@@ -1,11 +1,16 @@
-"""Jobs of ``keepstep slurm`` on a real Slurm of six nodes on this host, whose parts are lost by seeds. Needs root.
+"""Jobs under schedulers of six nodes on this host, whose parts are lost by seeds. Needs root.
+
+``keepstep slurm`` runs on a real Slurm, ``keepstep operator`` on a real control plane of Kubernetes with stand-ins for
+its nodes (make kubernetes).
 
     python -m benchmarks.operate --part slurm --seeds 0-119 --out DIR
-    python -m benchmarks.operate --summary --out DIR
+    python -m benchmarks.operate --part kubernetes --seeds 0-79 --out DIR
+    python -m benchmarks.operate --part PART --summary --out DIR
 
-A seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing happens;
-whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. A line of
-every seed, of failed ones too, is added to ``DIR/seeds.jsonl``.
+In Slurm a seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing
+happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. In
+Kubernetes it draws whether a GPU breaks (the node's kernel says so), also while the API server is away, a node is lost,
+a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``.
 """
 
 from __future__ import annotations
@@ -18,8 +23,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.slurm_bed import missing
+from tests.e2e import kube_bed, slurm_bed
 
+from benchmarks.operate.kube_judge import summary as kube_summary
+from benchmarks.operate.kube_plans import KubePlan
+from benchmarks.operate.kube_plans import plan_of as kube_plan_of
+from benchmarks.operate.kube_trial import run_seed as run_kube_seed
 from benchmarks.operate.plans import plan_of
 from benchmarks.operate.trial import run_seed, undisturbed
 
@@ -52,29 +61,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("slurm",), default="slurm")
+    parser.add_argument("--part", choices=("slurm", "kubernetes"), default="slurm")
     parser.add_argument("--seeds", default="0-119")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/operate-slurm"))
+    parser.add_argument("--out", type=Path, help="benchmarks/results/operate-PART")
     parser.add_argument("--summary", action="store_true", help="only sum up the seeds that are there")
     given = parser.parse_args()
-    results = given.out / "seeds.jsonl"
+    out: Path = given.out or Path(f"benchmarks/results/operate-{given.part}")
+    results = out / "seeds.jsonl"
+    in_slurm = given.part == "slurm"
     if not given.summary:
-        if reason := missing():
+        if reason := slurm_bed.missing() if in_slurm else kube_bed.missing():
             parser.error(reason)
-        given.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         first, _, last = given.seeds.partition("-")
         with tempfile.TemporaryDirectory(prefix="operate-") as top:
             for seed in range(int(first), int(last or first) + 1):
-                plan = plan_of(seed)
+                plan = plan_of(seed) if in_slurm else kube_plan_of(seed)
                 world = plan.nodes * plan.ranks
                 folder = Path(top, f"seed-{seed}")
                 folder.mkdir()
                 Path(top).chmod(0o755)
-                row = run_seed(plan, folder, undisturbed(world, Path(top, f"undisturbed-{world}")))
+                reference = undisturbed(world, Path(top, f"undisturbed-{world}"))
+                if isinstance(plan, KubePlan):
+                    row = run_kube_seed(plan, folder, reference)
+                else:
+                    row = run_seed(plan, folder, reference)
                 with results.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"seed {seed}: {'passed' if row['passed'] else row['why']}", flush=True)
-    print(summary([json.loads(line) for line in results.read_text().splitlines()]))
+    sum_up = summary if in_slurm else kube_summary
+    print(sum_up([json.loads(line) for line in results.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

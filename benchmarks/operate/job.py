@@ -5,7 +5,8 @@ Compute is emulated: a layer that sleeps, three times as long on a node for whic
 With a file ``enough`` in the folder it ends after the next step that is a multiple of ten.
 
 Each rank appends ``STEP LOSS UNIX_SECONDS NODE`` to ``losses-RANK``. A file ``raise-RANK`` in the folder makes that
-rank fail with a Python error, in every incarnation.
+rank fail with a Python error, in every incarnation, and a file ``break-NODE`` the ranks on that node with what torch
+says of a broken GPU. A file ``pause`` has the seconds of compute from now on.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import torch.distributed as dist
 import keepstep.checkpoint
 
 folder, steps, compute_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-node = os.environ.get("SLURMD_NODENAME", "-")
+node = os.environ.get("SLURMD_NODENAME") or os.environ.get("KEEPSTEP_NODE_NAME", "-")
 
 
 class Compute(torch.nn.Module):
     """A layer that does nothing for a while."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(compute_s * (3 if (folder / f"slow-{node}").exists() else 1))
+        paced = folder / "pause"
+        seconds = float(paced.read_text()) if paced.exists() else compute_s
+        time.sleep(seconds * (3 if (folder / f"slow-{node}").exists() else 1))
         return x
 
 
@@ -65,6 +68,9 @@ with (folder / f"losses-{rank}").open("a") as log:
         loss.backward()
         if (folder / f"raise-{rank}").exists():
             raise ValueError("the batch has no label")
+        if (folder / f"break-{node}").exists():
+            time.sleep(0.5)
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         # By hand: DDP lays its buckets anew after its first step, so that sums of three ranks round otherwise then.
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)

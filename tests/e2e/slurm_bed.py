@@ -237,7 +237,7 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
     folder.chmod(0o755)
     for name in ("munge", "state"):
         (folder / name).mkdir()
-    ports = _free_ports(count + 1)
+    ports = free_ports(count + 1)
     gpus = " Gres=gpu:8" if gres else ""
     lines = "\n".join(
         f"NodeName={node} NodeHostname={os.uname().nodename} NodeAddr=127.0.0.1 Port={port} "
@@ -308,7 +308,7 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
             daemon.wait()
 
 
-def _free_ports(count: int) -> Sequence[int]:
+def free_ports(count: int) -> Sequence[int]:
     held = [socket.socket() for _ in range(count)]
     try:
         for one in held:

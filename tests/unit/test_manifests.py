@@ -50,7 +50,7 @@ def job_specs(name: str) -> list[dict[str, Any]]:
 
 
 def test_there_are_no_others() -> None:
-    assert {path.stem for path in FOLDER.glob("*")} == set(FILES)
+    assert {path.stem for path in FOLDER.glob("*")} == {*FILES, "operator"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -222,3 +222,144 @@ def test_skypilot_starts_the_same_job_on_every_node(tmp_path: Path) -> None:
     assert stat.S_IMODE(job.secret_file.stat().st_mode) == 0o600
     assert (str(job.rendezvous.endpoint), job.run_id) == ("10.0.0.1:29400", env["SKYPILOT_TASK_ID"])
     assert (job.max_nodes, job.nproc, job.rendezvous.node_rank) == (NODES, RANKS, 4)
+
+
+# --- the operator -----------------------------------------------------------------------------------------------
+
+OPERATOR = FOLDER / "operator"
+PARTS = ("crd", "namespace", "operator", "jobs/role")
+
+
+def parts(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((OPERATOR / f"{name}.yaml").read_text()))
+
+
+def training_job() -> dict[str, Any]:
+    (job,) = parts("trainingjob")
+    return job
+
+
+def schema() -> dict[str, Any]:
+    (crd,) = parts("crd")
+    (version,) = crd["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]
+
+
+def closed(part: dict[str, Any]) -> dict[str, Any]:
+    """The schema as strict as an API server with field validation, which knows no other fields."""
+    made = {key: closed(value) if isinstance(value, dict) else value for key, value in part.items()}
+    if "properties" in part and not part.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def refused(job: dict[str, Any]) -> list[str]:
+    jsonschema = pytest.importorskip("jsonschema")
+    strict = closed(schema())
+    strict["properties"]["metadata"].pop("additionalProperties", None)
+    return [error.message for error in jsonschema.Draft7Validator(strict).iter_errors(job)]
+
+
+@pytest.mark.parametrize("version", ["1.25", *VERSIONS])
+@pytest.mark.parametrize("name", PARTS)
+def test_the_operators_parts_fit_their_schemas(name: str, version: str) -> None:
+    for one in parts(name):
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_kustomizations_name_what_is_there() -> None:
+    for folder in (OPERATOR, OPERATOR / "jobs"):
+        listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+        assert all((folder / name).exists() for name in listed)
+        examples = {"trainingjob.yaml", "kustomization.yaml"}
+        assert {path.name for path in folder.glob("*.yaml")} - examples == set(listed)
+
+
+def test_the_example_fits_the_definition_and_its_pods_fit_kubernetes() -> None:
+    import msgspec
+
+    from keepstep.kubernetes.objects import TrainingJob
+    from keepstep.kubernetes.pods import pod_of
+
+    assert refused(training_job()) == []
+    pod = pod_of(msgspec.convert(training_job(), TrainingJob), 1)
+    for version in VERSIONS:
+        kubernetes_validate.validate(pod, version, strict=True)
+    assert pod["spec"]["containers"][0]["env"][2] == {"name": "TRAINING_JOB_NODES", "value": "4"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("nodes", 0),
+        ("nodes", "4"),
+        ("nodes", 20000),
+        ("spares", -1),
+        ("nodeRemedy", "drain"),
+        ("secretName", "a;b"),
+        ("secretName", "a\nb"),
+        ("excludedNodes", [""]),
+        ("excludedNodes", "n1"),
+        ("restartLimit", -1),
+        ("template", {"spec": {"containers": []}}),
+        ("template", {}),
+        ("template", {"spec": {"containers": [{}]}, "metadata": {"labels": {"a": 1}}}),
+        ("tempalte", {}),
+    ],
+)
+def test_the_definition_refuses(field: str, value: object) -> None:
+    job = training_job()
+    job["spec"][field] = value
+    assert refused(job)
+
+
+@pytest.mark.parametrize("name", ["Train", "1train", "a.b", "a" * 51, "train-", "a;b", "a\nb"])
+def test_a_name_that_is_no_name_of_a_host_is_refused(name: str) -> None:
+    job = training_job()
+    job["metadata"]["name"] = name
+    assert refused(job)
+
+
+def test_the_status_that_the_operator_writes_fits_the_definition() -> None:
+    import msgspec
+    from tests.unit.kubernetes.virtual_cluster import VirtualCluster
+    from tests.unit.kubernetes.virtual_cluster import training_job as virtual
+
+    cluster = VirtualCluster(virtual(nodeRemedy="auto"))
+    cluster.settle(5)
+    cluster.tells(("n1", "slow", 1))
+    cluster.end("train-0", 137)
+    cluster.settle(5)
+    cluster.end_all(75, "keepstep: exit code 75 (infrastructure): lost; nodes blamed: n2")
+    cluster.settle(5)
+    status = msgspec.to_builtins(cluster.status)
+    assert status.keys() >= {
+        "phase",
+        "attempt",
+        "faults",
+        "conditions",
+        "verdict",
+        "avoidedNodes",
+        "excludedNodes",
+    }
+    assert refused({**training_job(), "status": status}) == []
+    known = schema()["properties"]["status"]["properties"]
+    from keepstep.kubernetes.objects import JobStatus
+
+    assert {field.encode_name for field in msgspec.structs.fields(JobStatus)} == known.keys()
+
+
+def test_the_operator_has_no_right_to_more() -> None:
+    rules = [rule for name in PARTS for one in parts(name) for rule in one.get("rules", ())]
+    given = {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
+    assert not any("*" in right for right in given)
+    assert {verb for resource, verb in given if resource == "secrets"} == {"get"}
+    assert all(rule.get("resourceNames") == ["keepstep"] for rule in rules if "secrets" in rule["resources"])
+    assert {verb for resource, verb in given if resource in ("nodes", "nodes/status")} == {
+        *("get", "list", "watch", "patch"),
+    }
+    assert not {resource for resource, _ in given} & {"pods/exec", "serviceaccounts", "roles", "rolebindings"}
+    cluster_wide = [one for name in PARTS for one in parts(name) if one["kind"] == "ClusterRole"]
+    assert {resource for one in cluster_wide for rule in one["rules"] for resource in rule["resources"]} == {
+        *("nodes", "nodes/status"),
+    }

@@ -15,6 +15,7 @@ USAGE = 2
 VERBS = {
     "run": "Run a training job as torchrun does, watch it, and print a verdict when it slows, hangs or dies.",
     "slurm": "Submit a job to Slurm, or run it in an allocation, and end with the job's own exit code.",
+    "operator": "Make the pods of training jobs in Kubernetes again and elsewhere, and tell of bad nodes.",
     "check": "Say whether this node, or all nodes of a job to be, are fit to train.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",

@@ -33,6 +33,7 @@ from keepstep.control.effects import (
     WriteIncident,
 )
 from keepstep.control.incidents.locators import Locators
+from keepstep.control.overview import answer_to_look
 from keepstep.control.run_status import status_of
 from keepstep.control.settings import Settings
 from keepstep.core.errors import RunError
@@ -223,7 +224,11 @@ class ControlServer:
         )
 
     def _message(self, connection: wire.Connection, message: wire.Message) -> None:
-        self._guarded(lambda: self._controller.message(connection.number, message, time.monotonic()))
+        number, now_s = connection.number, time.monotonic()
+        if isinstance(message, wire.Look):  # it changes nothing
+            self._guarded(lambda: [Send((number,), answer_to_look(self._controller, now_s))])
+        else:
+            self._guarded(lambda: self._controller.message(number, message, now_s))
 
     def _guarded(self, call: Callable[[], list[Effect]]) -> None:
         try:

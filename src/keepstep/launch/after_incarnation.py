@@ -106,6 +106,8 @@ async def after_all_nodes(
     if blamed is not None:
         tell_failed(parts, blamed)
         await parts.checks.about(blamed.text)
+        if course.outcome.done() and course.outcome.result().kind == "halted":
+            course.renew()  # the order to halt came meanwhile: nothing runs here any more
     link.send(link.member.halted(parts.checks.unfit(), parts.caching.rigid(place)))
     follow()
     try:

@@ -110,6 +110,33 @@ class Link:
         return PLACE
 
 
+class SlowLink(Link):
+    """A link to a controller that gives the node a place a moment later."""
+
+    async def next_place(self) -> Place:
+        await asyncio.sleep(0.05)
+        return PLACE
+
+
+def test_an_order_to_halt_that_comes_while_hardware_is_asked_for_does_not_end_the_launcher(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        node, link = Node(tmp_path), SlowLink()
+        node.course.link = link  # type: ignore[assignment]
+        node.course.settle(FAILED)
+
+        async def about(error: str) -> None:
+            node.course.settle(Outcome("halted", 0, "all nodes begin again"))
+
+        node.parts.checks.about = about
+        node.parts.caching = SimpleNamespace(rigid=lambda place: "")
+        assert await after_all_nodes(node.parts, lambda: None, FAILED, PLACE) == PLACE
+        assert link.said[-1] == "halted"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("kind", "first_left", "told"),
     [

@@ -18,6 +18,7 @@ from keepstep.core.summary import RankState
 from keepstep.wire.messages import SaveRings
 
 _NO_STEP = 1 << 62
+_MOST_RECENT = 64
 _SAVE_ALL_RANKS = 1024  # in larger jobs only the rings of blamed nodes are saved
 _OUTLOOK = {  # what a slowdown's verdict says comes next, by --mitigate
     "auto": "none yet: a remedy is applied once one pays",
@@ -40,6 +41,7 @@ class Register:
     ) -> None:
         self.newest_number = 0  # the highest incident number given out in this run
         self.now_s = 0.0  # the time of the last tick
+        self.recent: dict[int, Incident] = {}  # the last incidents by number, each as it was published last
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
         self._patience, self._talk = patience, Talk()
         self._effects, self._unix_s = effects, unix_s
@@ -51,7 +53,7 @@ class Register:
     def restore(self, incident: Incident) -> None:
         """Take over an incident that an earlier controller of this run published."""
         self.newest_number = max(self.newest_number, incident.number)
-        self._note_ended(incident)
+        self._note(incident)
         if incident.kind == "slow" and incident.status == "open":
             self._talk.knows(incident)
         if incident.onset_step is not None:
@@ -87,7 +89,7 @@ class Register:
         A hang's next action depends on ``standing`` (the finding of a rank that is still stuck) and on the last known
         ``states`` of ranks.
         """
-        self._note_ended(incident)
+        self._note(incident)
         waits = incident.status == "open" and not incident.actions
         what, in_s = self._outlook(incident, standing, states or {}) if waits else ("", None)
         at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
@@ -134,7 +136,10 @@ class Register:
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks, self.ended)
         return hang_outlook(blamed, states, self._patience) if blamed else (f"none: {why_not}", None)
 
-    def _note_ended(self, incident: Incident) -> None:
+    def _note(self, incident: Incident) -> None:
+        self.recent[incident.number] = incident
+        if len(self.recent) > _MOST_RECENT:
+            del self.recent[min(self.recent)]
         if any(action.name == END_HUNG for action in incident.actions):
             for culprit in incident.culprits:
                 if culprit.rank is not None:

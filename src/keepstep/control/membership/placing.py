@@ -31,6 +31,7 @@ class Placing:
     imports: Imports | None = None  # what the job's workers import, for standbys of spares
     # To be ended once electors agree on the table.
     excluded: list[Exclude] = field(default_factory=list[Exclude])
+    elsewhere: Moved | None = None  # where the job's controller is, as its host told this one
 
     def take(self, table: dict[Launcher, Placement]) -> None:
         """Note which node plays which ranks."""
@@ -99,6 +100,7 @@ class Placing:
     def moved(self, sender: Peer, message: Moved) -> None:
         """The controller of this job is elsewhere: send the launchers there, unless they have places from this one."""
         if sender.role == "client" and not self.rendezvous.placements:
+            self.elsewhere = message
             peers = tuple(number for number, peer in self.peers.connected.items() if peer.role == "launcher")
             self.effects.append(Send(peers, message))
 

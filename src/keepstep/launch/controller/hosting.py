@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.programs import Companion, controller_command, council_file, stop_file
+from keepstep.launch.schedulers.kubernetes import is_pod
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
@@ -219,9 +221,12 @@ class Hosting:
         self._telling = asyncio.get_running_loop().create_task(tell_late_comers(self._run, moved))
 
     def _port_at(self, address: str) -> int:
-        """A port for a controller that comes here: where the job began the same one, which late comers know."""
+        """A port for a controller that comes here: where the job began the same one, which late comers know.
+
+        In a pod, too, which has its address for itself: who looks for the controller need not know its port.
+        """
         meeting = self._job.rendezvous
-        began_here = meeting.backend == "static" and meeting.node_rank == 0
+        began_here = meeting.backend == "static" and (meeting.node_rank == 0 or is_pod(os.environ))
         port = meeting.endpoint.port if meeting.endpoint and began_here else 0
         return port if port and not addresses.is_taken(address, port) else addresses.free_port(address)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from keepstep.wire.messages.backups import *
 from keepstep.wire.messages.limits import *
+from keepstep.wire.messages.looking import *
 from keepstep.wire.messages.membership import *
 from keepstep.wire.messages.orders import *
 from keepstep.wire.messages.watching import *
@@ -36,7 +37,7 @@ AgentMessage = (
 LauncherMessage = (
     Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Imports | Words | Ended | Bye
 )
-ClientMessage = Hello | Validate | Operate | Moved | Bye
+ClientMessage = Hello | Validate | Operate | Moved | Look | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage
 ToNode = (
     Welcome
@@ -60,6 +61,7 @@ ToNode = (
     | WhichFamilies
     | Validated
     | Operated
+    | Overview
     | SaveRings
     | Imports
     | Stop

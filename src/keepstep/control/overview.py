@@ -1,0 +1,41 @@
+"""How a job stands, for a program outside of it that only looks."""
+
+from __future__ import annotations
+
+from keepstep.control.controller import Controller
+from keepstep.core.incident import Incident
+from keepstep.core.log_lines import one_line
+from keepstep.launch.schedulers.node_faults import faults_of
+from keepstep.report.verdict import render
+from keepstep.wire.messages import FaultyNode, Moved, Overview
+from keepstep.wire.messages.looking import MOST_FAULTS
+
+_MOST_TEXT = 200
+
+
+def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
+    """How the job stands; or where its controller is, where the job has come to another one than this."""
+    rendezvous = controller.rendezvous
+    if not rendezvous.placements and controller.placing.elsewhere is not None:
+        return controller.placing.elsewhere
+    recent = list(controller.cases.desk.register.recent.values())
+    members = {launcher.node for launcher in rendezvous.placements}
+    faults = [
+        FaultyNode(one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT])
+        for found in recent
+        for one in faults_of(found, members)
+    ]
+    return Overview(
+        state=controller.state(now_s).value,
+        nodes=len(rendezvous.placements),
+        spares=len(rendezvous.spares),
+        step=controller.cluster.newest_step,
+        incarnation=controller.reforming.incarnation,
+        verdict=_headline(recent[-1]) if recent else "",
+        faults=tuple(faults[-MOST_FAULTS:]),
+    )
+
+
+def _headline(incident: Incident) -> str:
+    first = " ".join(render(incident).partition("\n")[0].split())
+    return one_line(f"incident {incident.number:04d}: {first}")[:_MOST_TEXT]

@@ -1,0 +1,222 @@
+"""What is done about a bad node: a condition and an Event, and with ``nodeRemedy: auto`` a taint, too.
+
+Faults are proven by the job's controller as for other schedulers (`launch.schedulers.node_faults`); a lost node only
+where its kubelet is not heard either. Only what is ours is ever undone, and only once somebody has removed the
+condition: the operator never takes a node for mended by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from keepstep.core.log_lines import one_line
+from keepstep.kubernetes.actions import Action, Mark, SetTaints, Tell, Unmark
+from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Remedy, Taint, TrainingJob
+from keepstep.launch.schedulers.node_faults import DrainBudget
+from keepstep.wire.messages import FaultyNode
+
+CONDITIONS: Mapping[FaultKind, str] = {
+    "slow": "KeepstepFailSlow",
+    "hardware": "KeepstepHardware",
+    "lost": "KeepstepLost",
+}
+TAINTS: Mapping[FaultKind, tuple[str, str]] = {  # key and effect
+    "slow": (f"{GROUP}/fail-slow", "NoSchedule"),  # pods of other jobs may stay
+    "hardware": (f"{GROUP}/hardware", "NoExecute"),
+    "lost": (f"{GROUP}/lost", "NoExecute"),
+}
+VALUE = "keepstep-operator"
+"""The value of our taints: one with another value is somebody else's."""
+REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
+_ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
+_MOST_FAULTS = 200
+_MOST_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All nodes by name; the job's, now or earlier; most that may be done; Unix time now.
+
+    ``tainted``: nodes that get our taint in this round, by jobs that were looked at before this one.
+    """
+
+    nodes: Mapping[str, Node]
+    used: Collection[str]
+    most: Remedy
+    unix_s: float
+    tainted: set[str]
+
+
+def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
+    """What is to be done about bad nodes of a job: what it wants, and no more than the operator may."""
+    return min(job.spec.node_remedy, most, key=_ORDER.__getitem__)
+
+
+def judged(job: TrainingJob, told: Sequence[FaultyNode], cluster: Cluster) -> list[Fault]:
+    """The job's faults: those that it had, as far as they have come, and what is ordered about new ones."""
+    faults = [_moved_on(one, cluster.nodes.get(one.node)) for one in job.status.faults]
+    remedy = remedy_of(job, cluster.most)
+    if remedy == "off":
+        return faults
+    budget = DrainBudget(job.spec.pods)
+    for before in sorted(one.ordered for one in faults if one.taint):
+        budget.take(before)
+    known = {_identity(one.node, one.kind, one.detected) for one in faults}
+    for new in _proven(told, budget.most, cluster):
+        if _identity(new.node, new.kind, int(new.unix_s)) in known:
+            continue
+        why = "" if remedy == "advise" else _why_no_taint(new.node, cluster)
+        if remedy == "auto" and not why and not budget.take(cluster.unix_s):
+            why = "other nodes of the job were tainted within the hour"
+        taint = remedy == "auto" and not why
+        if taint:
+            cluster.tainted.add(new.node)
+        faults.append(
+            Fault(
+                node=new.node,
+                kind=new.kind,
+                incident=new.incident,
+                detected=int(new.unix_s),
+                text=_line(new.text),
+                taint=taint,
+                why=why,
+                ordered=int(cluster.unix_s),
+            )
+        )
+    return faults[-_MOST_FAULTS:]
+
+
+def excluded(faults: Iterable[Fault]) -> list[str]:
+    """The nodes that the job's pods must keep from."""
+    return sorted({one.node for one in faults if one.taint and one.state != "Cleared"})
+
+
+def orders(job: TrainingJob, nodes: Mapping[str, Node]) -> Iterator[Action]:
+    """What is to be done to nodes for faults that are in the job's status already, so that none is done twice."""
+    seen: set[tuple[str, str]] = set()
+    for fault in job.status.faults:
+        node, condition = nodes.get(fault.node), CONDITIONS[fault.kind]
+        if fault.state != "Ordered" or node is None or (fault.node, fault.kind) in seen:
+            continue
+        seen.add((fault.node, fault.kind))
+        message = reason_of(job, fault)
+        if not node.has(condition):
+            yield Mark(fault.node, condition, REASONS[fault.kind], message)
+            yield Tell(
+                {"apiVersion": "v1", "kind": "Node", "name": fault.node, "uid": fault.node},
+                *(REASONS[fault.kind], message),
+            )
+        elif fault.taint and node.taint(TAINTS[fault.kind][0]) is None and not node.spec.unschedulable:
+            key, effect = TAINTS[fault.kind]
+            yield SetTaints(
+                fault.node,
+                node.metadata.resource_version,
+                (*(node.spec.taints or ()), Taint(key=key, value=VALUE, effect=effect)),
+                f"taint {key}:{effect}: {message}",
+            )
+
+
+def tidied(nodes: Iterable[Node]) -> Iterator[SetTaints]:
+    """Taints of ours are removed from nodes whose condition somebody has removed."""
+    for node in nodes:
+        keys = {
+            key: CONDITIONS[kind]
+            for kind, (key, _) in TAINTS.items()
+            if _is_ours(node, key) and not node.has(CONDITIONS[kind])
+        }
+        if keys:
+            left = _without(node, keys)
+            conditions = ", ".join(keys.values())
+            yield SetTaints(
+                *(node.metadata.name, node.metadata.resource_version, left),
+                f"taint {', '.join(sorted(keys))} removed, as condition {conditions} was",
+            )
+
+
+def cleared(node: Node) -> Iterator[Action]:
+    """Everything of ours on a node is removed, as somebody orders it."""
+    # The condition goes first: without it the operator takes no taint for ordered.
+    for condition in CONDITIONS.values():
+        if any(one.type == condition for one in node.status.conditions or ()):
+            yield Unmark(node.metadata.name, condition)
+    left = _without(node, {key for key, _ in TAINTS.values()})
+    if len(left) < len(node.spec.taints or ()):
+        yield SetTaints(node.metadata.name, "", left, "our taints removed")
+
+
+def reason_of(job: TrainingJob, fault: Fault) -> str:
+    """The reason as the node's condition and Event have it."""
+    namespace, name = job.key
+    return _line(f"keepstep job={namespace}/{name} incident={fault.incident:04d} {fault.text}")
+
+
+def _proven(told: Sequence[FaultyNode], most: int, cluster: Cluster) -> Iterator[FaultyNode]:
+    """The faults of the job's own nodes that the cluster does not contradict."""
+    for _, group in itertools.groupby(told, key=lambda one: one.incident):
+        own = [one for one in group if one.node in cluster.used]
+        if len({one.node for one in own}) > most:
+            continue  # many at once are the network's doing, and exclude nobody
+        for one in own:
+            if one.kind != "lost" or _is_lost(one.node, cluster.nodes):
+                yield one
+
+
+def _is_lost(name: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether a node's kubelet is not heard, and most others' are."""
+    node = nodes.get(name)
+    silent = sum(not one.is_ready for one in nodes.values())
+    return node is not None and not node.is_ready and silent <= max(1, len(nodes) // 10)
+
+
+def _why_no_taint(name: str, cluster: Cluster) -> str:
+    node = cluster.nodes.get(name)
+    if node is None:
+        return "the cluster has no such node"
+    if node.spec.unschedulable:
+        return "the node is cordoned already"
+    ours = {
+        one.metadata.name
+        for one in cluster.nodes.values()
+        if any(_is_ours(one, key) for key, _ in TAINTS.values())
+    }
+    if name not in ours and len(ours | cluster.tainted) >= max(1, len(cluster.nodes) // 10):
+        return "a tenth of the cluster's nodes are tainted already"
+    return ""
+
+
+def _moved_on(fault: Fault, node: Node | None) -> Fault:
+    """A fault as far as its order has come by what the node shows."""
+    if fault.state == "Cleared":
+        return fault
+    if node is None:
+        return msgspec.structs.replace(fault, state="Cleared", why="the node has left the cluster")
+    marked, key = node.has(CONDITIONS[fault.kind]), TAINTS[fault.kind][0]
+    shown = marked and (not fault.taint or node.taint(key) is not None)
+    if fault.state == "Done":
+        return (
+            fault if shown else msgspec.structs.replace(fault, state="Cleared", why="somebody has cleared it")
+        )
+    if marked and fault.taint and not shown and node.spec.unschedulable:
+        return msgspec.structs.replace(fault, state="Done", taint=False, why="the node is cordoned already")
+    return msgspec.structs.replace(fault, state="Done") if shown else fault
+
+
+def _without(node: Node, keys: Collection[str]) -> tuple[Taint, ...]:
+    """A node's taints without those of ours that have one of these keys."""
+    return tuple(one for one in node.spec.taints or () if one.key not in keys or one.value != VALUE)
+
+
+def _is_ours(node: Node, key: str) -> bool:
+    return any(one.key == key and one.value == VALUE for one in node.spec.taints or ())
+
+
+def _identity(node: str, kind: str, detected: int) -> tuple[str, str, int]:
+    return node, kind, detected
+
+
+def _line(text: str) -> str:
+    return one_line(text).replace('"', "'")[:_MOST_TEXT]

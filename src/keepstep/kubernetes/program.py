@@ -1,0 +1,390 @@
+"""The operator as a program: it mirrors the cluster, asks the jobs, decides with `job_plan`, and carries that out."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+from lightkube import AsyncClient
+from lightkube import operators as op
+
+from keepstep import wire
+from keepstep.core.log_lines import one_line
+from keepstep.core.within import within
+from keepstep.kubernetes import node_remedies
+from keepstep.kubernetes.actions import Action, Make, Object, Report
+from keepstep.kubernetes.api import (
+    CONFLICT,
+    FAILURES,
+    FORBIDDEN,
+    JOBS,
+    LEASES,
+    NODES,
+    NOT_THERE,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Api,
+    code_of,
+    told_by,
+)
+from keepstep.kubernetes.asking import Asked, secret_in
+from keepstep.kubernetes.election import LEASE_S, Election
+from keepstep.kubernetes.job_plan import NO_ANSWER, Seen, reconcile
+from keepstep.kubernetes.mirror import Mirror
+from keepstep.kubernetes.objects import ENDS, JOB, Meta, Node, Pod, Remedy, TrainingJob
+from keepstep.kubernetes.since import Since
+
+LEASE = "keepstep-operator"
+_LOOK_S = 2.0  # without any change all is looked at this often, as things happen by time alone
+_LEAST_S = 0.2  # between two looks
+_REPORT_S = 2.0  # between two statuses of one job that nothing depends on
+_ASK_S = 5.0
+_LEASE_LOOK_S = 1.0
+_SECRET_S = 60.0
+_REPEAT_S = 60.0  # the same warning is printed this often
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_AT_ONCE = 16
+_END_S = 2.0
+_MOST_REMEMBERED = 10_000
+_HINT = "is the CRD installed? kubectl apply -k deploy/kubernetes/operator"
+
+JobKey: TypeAlias = tuple[str, str]
+
+
+class Speaker:
+    """Prints lines; the same one no more often than once a minute."""
+
+    def __init__(self) -> None:
+        self._said_s: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        with suppress(OSError):
+            print(f"keepstep: {one_line(text)}", file=sys.stderr, flush=True)
+
+    def once(self, text: str) -> None:
+        """Print a line, unless it was printed within the minute."""
+        now_s = time.monotonic()
+        if now_s - self._said_s.get(text, float("-inf")) < _REPEAT_S:
+            return
+        if len(self._said_s) > _MOST_REMEMBERED:
+            self._said_s.clear()
+        self._said_s[text] = now_s
+        self.say(text)
+
+
+class _Service(msgspec.Struct):
+    metadata: Meta = Meta()
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of a job between two looks."""
+
+    uid: str
+    since: Since = field(default_factory=Since)
+    asked: Asked = field(default_factory=Asked)
+    told: wire.Overview | None = None
+    trouble: tuple[str, str] = ("", "")
+    secret: bytes = field(default=b"", repr=False)
+    secret_s: float = float("-inf")
+    reported_s: float = float("-inf")
+    refused: str = ""
+    is_busy: bool = False
+
+
+class Operator:
+    """One operator, for the jobs of some namespaces."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        namespaces: Sequence[str],
+        *,
+        me: str,
+        most: Remedy,
+        dry_run: bool,
+        speaker: Speaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            client: it acts as this one is allowed to.
+            namespaces: of the jobs.
+            me: differs between all operators.
+            most: the most that is done about nodes, whatever jobs want.
+            dry_run: say what would be done, and do nothing.
+            speaker: prints lines.
+            clock: steady seconds.
+        """
+        self._api = Api(client, speaker.once)
+        self._client, self._speaker, self._clock = client, speaker, clock
+        self._most: Remedy = most
+        self._dry_run = dry_run
+        self._election = Election(me)
+        self._was_leading = False
+        self._changes = asyncio.Event()
+        self._known: dict[JobKey, _Known] = {}
+        self._retry_s: dict[str, tuple[float, float]] = {}  # by action: not before, and how long was waited
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asking = asyncio.Semaphore(_AT_ONCE)
+        self._acting = asyncio.Semaphore(_AT_ONCE)
+        both = (self._changes.set, speaker.once)
+        ours = {JOB: op.exists()}
+        self._nodes = Mirror(client, NODES, Node, *both)
+        self._jobs = [
+            Mirror(client, JOBS, TrainingJob, *both, namespace=one, hint=_HINT) for one in namespaces
+        ]
+        self._pods = [Mirror(client, PODS, Pod, *both, namespace=one, labels=ours) for one in namespaces]
+        self._services = [
+            Mirror(client, SERVICES, _Service, *both, namespace=one, labels=ours) for one in namespaces
+        ]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until told to stop."""
+        mirrors = [self._nodes, *self._jobs, *self._pods, *self._services]
+        loops = [*(one.run() for one in mirrors), self._look_on(), self._ask_on()]
+        if not self._dry_run:
+            loops.append(self._stand_for_election())
+        tasks = [asyncio.ensure_future(one) for one in loops]
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            for one in done - {stopping}:
+                one.result()  # none of them ends by itself, except by an error of ours
+        finally:
+            ending = [*tasks, stopping, *self._tasks]
+            for one in ending:
+                one.cancel()
+            # A server that does not answer TLS's goodbye would be waited for half a minute.
+            await asyncio.wait(ending, timeout=_END_S)
+            await self._resign()
+
+    # --- who acts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this operator may act now."""
+        return self._dry_run or self._election.leads(self._clock())
+
+    async def _stand_for_election(self) -> None:
+        namespace = self._client.namespace
+        while True:
+            try:
+                await self._take_lease(namespace)
+            except FAILURES as error:
+                if code_of(error) != CONFLICT:
+                    self._speaker.once(f"lease {namespace}/{LEASE}: {told_by(error)}")
+            if self._was_leading != self.leads:
+                self._was_leading = self.leads
+                self._speaker.say(
+                    "this operator acts now"
+                    if self.leads
+                    else "this operator does not act: another one does, or the API server is away"
+                )
+                self._changes.set()
+            await asyncio.sleep(_LEASE_LOOK_S)
+
+    async def _take_lease(self, namespace: str) -> None:
+        lease = await self._api.get(LEASES, LEASE, namespace)
+        began_s = self._clock()
+        self._election.saw(lease, began_s)
+        spec = self._election.wanted(lease, began_s, time.time())
+        if spec is not None:
+            written = await self._api.write_lease(namespace, LEASE, lease, spec)
+            self._election.wrote(written, began_s)
+
+    async def _resign(self) -> None:
+        """Leave the Lease to another one at once."""
+        if self._dry_run or not self._election.leads(self._clock()):
+            return
+        with suppress(*FAILURES):
+            lease = await self._api.get(LEASES, LEASE, self._client.namespace)
+            if lease is not None and lease["spec"].get("holderIdentity") == self._election.me:
+                spec = {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": int(LEASE_S)}
+                await self._api.write_lease(self._client.namespace, LEASE, lease, spec)
+
+    # --- looking and acting -----------------------------------------------------------------------------------------
+
+    async def _look_on(self) -> None:
+        while True:
+            with suppress(asyncio.TimeoutError):
+                await within(_LOOK_S, self._changes.wait())
+            self._changes.clear()
+            if self.leads and self._nodes.is_complete:
+                self._look()
+            await asyncio.sleep(_LEAST_S)
+
+    def _look(self) -> None:
+        nodes = {name: one for (_, name), one in self._nodes.found.items()}
+        self._start(node_remedies.tidied(nodes.values()))
+        tainted: set[str] = set()
+        for jobs, pods, services in zip(self._jobs, self._pods, self._services, strict=True):
+            if not (jobs.is_complete and pods.is_complete and services.is_complete):
+                continue
+            for key, job in jobs.found.items():
+                self._look_at(key, job, jobs.raw[key], pods, key in services.found, nodes, tainted)
+        jobs_now = {key for mirror in self._jobs for key in mirror.found}
+        if all(one.is_complete for one in self._jobs):
+            self._known = {key: one for key, one in self._known.items() if key in jobs_now}
+
+    def _look_at(
+        self,
+        key: JobKey,
+        job: TrainingJob,
+        raw: Object,
+        pods: Mirror[Pod],
+        has_service: bool,
+        nodes: dict[str, Node],
+        tainted: set[str],
+    ) -> None:
+        known = self._known.get(key)
+        if known is None or known.uid != job.metadata.uid:
+            known = self._known[key] = _Known(job.metadata.uid)
+        if known.is_busy:
+            return
+        now_s = self._clock()
+        known.since.turn(now_s)
+        own = [one for one in pods.found.values() if one.belongs_to(job.metadata.uid)]
+        seen = Seen(
+            job=job,
+            pods=own,
+            has_service=has_service,
+            nodes=nodes,
+            told=known.told,
+            trouble=known.trouble,
+            since=known.since,
+            unix_s=time.time(),
+            most=self._most,
+            refused=known.refused,
+            tainted=tainted,
+        )
+        actions = list(reconcile(seen))
+        for action in list(actions):
+            if isinstance(action, Report) and not action.is_urgent:
+                if now_s - known.reported_s < _REPORT_S:
+                    actions.remove(action)
+                else:
+                    known.reported_s = now_s
+        self._start(actions, known, raw)
+
+    def _start(
+        self, actions: Iterable[Action], known: _Known | None = None, raw: Object | None = None
+    ) -> None:
+        """Begin to carry actions out; a job is not looked at again before they are done."""
+        due = [one for one in actions if self._retry_s.get(str(one), (0.0, 0.0))[0] <= self._clock()]
+        if not due:
+            return
+        if self._dry_run:
+            for one in due:
+                self._speaker.once(f"would do: {one}")
+            return
+
+        async def all_of_them() -> None:
+            try:
+                await asyncio.gather(*(self._do(one, raw, known) for one in due))
+            finally:
+                if known is not None:
+                    known.is_busy = False
+                self._changes.set()
+
+        if known is not None:
+            known.is_busy = True
+        task = asyncio.get_running_loop().create_task(all_of_them())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do(self, action: Action, raw: Object | None, known: _Known | None) -> None:
+        async with self._acting:
+            if not self.leads:
+                return
+            text = str(action)
+            try:
+                await self._api.do(action, raw)
+            except FAILURES as error:
+                if code_of(error) not in (CONFLICT, NOT_THERE):
+                    waited_s = self._retry_s.get(text, (0.0, 0.0))[1]
+                    wait_s = min(max(2 * waited_s, _FIRST_RETRY_S), _LONGEST_RETRY_S)
+                    if len(self._retry_s) > _MOST_REMEMBERED:
+                        self._retry_s.clear()
+                    self._retry_s[text] = (self._clock() + wait_s, wait_s)
+                    self._speaker.once(f"cannot {text}: {told_by(error)}")
+                    if known is not None and isinstance(action, Make) and code_of(error):
+                        known.refused = told_by(error)
+            else:
+                if known is not None and isinstance(action, Make):
+                    known.refused = ""
+                self._retry_s.pop(text, None)
+                if not isinstance(action, Report) or action.is_urgent:
+                    self._speaker.once(text)
+
+    # --- asking the jobs --------------------------------------------------------------------------------------------
+
+    async def _ask_on(self) -> None:
+        while True:
+            await asyncio.sleep(_ASK_S)
+            if self.leads:
+                due = [
+                    (known, mirror.found[key], pods)
+                    for mirror, pods in zip(self._jobs, self._pods, strict=True)
+                    for key, known in self._known.items()
+                    if key in mirror.found and mirror.found[key].status.phase not in ENDS
+                ]
+                await asyncio.gather(*(self._ask(*one) for one in due))
+                self._changes.set()
+
+    async def _ask(self, known: _Known, job: TrainingJob, pods: Mirror[Pod]) -> None:
+        running = [
+            one
+            for one in pods.found.values()
+            if one.belongs_to(job.metadata.uid) and one.status.phase == "Running" and one.status.pod_i_p
+        ]
+        addresses = [one.status.pod_i_p for one in sorted(running, key=lambda one: one.index)]
+        async with self._asking:
+            trouble = await self._get_secret(known, job)
+            if trouble is not None or not addresses:
+                known.told, known.trouble = None, trouble or ("NotRunning", "no pod of it runs")
+                return
+            known.told = await known.asked.ask(addresses, known.secret, job.metadata.name)
+            known.trouble = ("", "") if known.told is not None else (NO_ANSWER, known.asked.trouble)
+
+    async def _get_secret(self, known: _Known, job: TrainingJob) -> tuple[str, str] | None:
+        """Have the job's secret at hand; reason and message where it cannot be had."""
+        if known.secret and self._clock() - known.secret_s < _SECRET_S:
+            return None
+        namespace, name = job.metadata.namespace, job.spec.secret_name
+        try:
+            found = await self._api.get(SECRETS, name, namespace)
+        except FAILURES as error:
+            if known.secret:
+                return None  # the API server is away; the job goes on
+            reason = "SecretForbidden" if code_of(error) == FORBIDDEN else "SecretUnknown"
+            return reason, told_by(error)
+        if found is None:
+            return "SecretMissing", f"there is no secret {namespace}/{name}"
+        known.secret, known.secret_s = secret_in(found.get("data")), self._clock()
+        return None if known.secret else ("SecretUnusable", f"{namespace}/{name} has no hexadecimal `secret`")
+
+
+async def clear(client: AsyncClient, name: str, *, dry_run: bool, speaker: Speaker) -> int:
+    """Remove all conditions and taints of ours from a node; the exit code."""
+    api = Api(client, speaker.once)
+    found = await api.get(NODES, name)
+    if found is None:
+        speaker.say(f"{name}: there is no such node")
+        return 1
+    actions = list(node_remedies.cleared(msgspec.convert(found, Node)))
+    for action in actions:
+        if not dry_run:
+            await api.do(action)
+        speaker.say(f"would do: {action}" if dry_run else str(action))
+    if not actions:
+        speaker.say(f"{name}: nothing of keepstep's is there")
+    return 0

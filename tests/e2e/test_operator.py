@@ -1,0 +1,139 @@
+"""`keepstep operator` under the role that is shipped, on a real control plane of Kubernetes with stand-in nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e import kube_bed
+from tests.e2e.kube_bed import until
+from tests.e2e.operated_jobs import Operated
+from tests.warm.warm_fork import ROOM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Operated]:
+    if reason := kube_bed.missing():
+        pytest.skip(reason)
+    pytest.importorskip("lightkube")
+    warm = {name: os.environ[name] for name in (ROOM, "PYTHONPATH")}
+    with kube_bed.kubernetes(tmp_path, environ=warm) as bed:
+        made = Operated(bed)
+        try:
+            yield made
+        finally:
+            made.stop()
+            print(made.said()[-8000:])
+
+
+def test_a_job_trains_and_is_not_run_again_once_it_has_finished(cluster: Operated) -> None:
+    cluster.start()
+    cluster.train(20)
+    until(lambda: cluster.status().get("phase") == "Running", "the job runs", 60)
+    until(lambda: cluster.status().get("phase") == "Succeeded", "the job has finished", 90)
+    assert sorted(cluster.pods()) == ["train-0", "train-1", "train-2", "train-3"]
+    nodes = {one["spec"]["nodeName"] for one in cluster.pods().values()}
+    assert len(nodes) == 4, "no two pods share a node"
+    cluster.api.delete("/api/v1/namespaces/default/pods/train-2")
+    until(lambda: "train-2" not in cluster.pods(), "the pod is gone", 30)
+    cluster.api.delete("/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs/train")
+    until(lambda: not cluster.pods(), "Kubernetes has cleaned up", 60)
+    assert "cannot" not in cluster.said()
+
+
+def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: Operated) -> None:
+    """While the API server refuses what was read too long ago, and cuts watches."""
+    faulty = cluster.faulty
+    faulty.refuse("PUT", "trainingjobs/train/status", 409, 3)
+    faulty.refuse("POST", "namespaces/default/pods", 500, 2)
+    cluster.start()
+    cluster.train(2000, nodeRemedy="auto")
+    cluster.trains()
+    (broken,) = cluster.rank_nodes(1)
+    cluster.api.patch(
+        f"/api/v1/nodes/{broken}",
+        {"spec": {"taints": [{"key": "example.com/gpu", "value": "x", "effect": "PreferNoSchedule"}]}},
+    )
+    until(lambda: cluster.watched() == "True", "the operator has asked the job", 60)
+    until(cluster.is_backed_up, "states are on other nodes, too", 60)
+    faulty.refuse("PATCH", "nodes", 409, 2)
+    assert faulty.end_watches(expired=True) > 0
+    cluster.break_gpu(broken)
+    until(lambda: "KeepstepHardware" in cluster.conditions(broken), "the node's condition", 90)
+    until(lambda: len(cluster.taints(broken)) == 2, "the node's taint", 30)
+    assert cluster.taints(broken) == {
+        "example.com/gpu": "PreferNoSchedule",
+        "keepstep.dev/hardware": "NoExecute",
+    }
+    until(
+        lambda: len(cluster.nodes_of_pods()) == 4 and broken not in cluster.nodes_of_pods().values(),
+        "4 pods",
+        60,
+    )
+    cluster.trains()
+    status = cluster.status()
+    assert status["excludedNodes"] == [broken]
+    assert (status["phase"], status["faults"][0]["state"]) == ("Running", "Done")
+    assert "incident=0001" in cluster.conditions(broken)["KeepstepHardware"]
+    events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
+    told = {one["involvedObject"]["name"] for one in events if one["reason"] == "Hardware"}
+    assert told == {broken}
+    assert faulty.pending == 0
+    assert "would do" in cluster.run("--clear", broken, "--dry-run")
+    assert len(cluster.taints(broken)) == 2
+    cluster.run("--clear", broken)
+    assert (cluster.conditions(broken), list(cluster.taints(broken))) == ({}, ["example.com/gpu"])
+    until(lambda: not cluster.status().get("excludedNodes"), "it is not excluded any more", 30)
+
+
+def test_training_does_not_need_the_api_server_and_one_of_two_operators_is_enough(cluster: Operated) -> None:
+    first = cluster.start()
+    until(lambda: "acts now" in cluster.said(), "the first acts", 30)
+    cluster.start()
+    cluster.train(3000)
+    cluster.trains()
+    gone = cluster.pods()["train-2"]["metadata"]["uid"]
+    cluster.bed.stop_api()
+    first.kill()
+    cluster.trains(steps=50)
+    cluster.bed.start_api()
+    cluster.api.delete("/api/v1/namespaces/default/pods/train-2")
+    until(lambda: cluster.uid("train-2") not in ("", gone), "the other one has made the pod again", 60)
+    cluster.trains()
+    assert cluster.said().count("acts now") == 2
+    lease = cluster.api.get("/apis/coordination.k8s.io/v1/namespaces/keepstep/leases/keepstep-operator")
+    assert lease["spec"]["leaseTransitions"] == 1
+
+
+def test_a_dry_run_only_says_what_it_would_do(cluster: Operated) -> None:
+    cluster.start("--dry-run")
+    cluster.make(["0"], command=["sleep"])
+    until(lambda: "would do: make pod default/train-3" in cluster.said(), "it says so", 30)
+    assert cluster.pods() == {}
+    assert cluster.job().get("status") is None
+
+
+def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Operated) -> None:
+    """Kubernetes itself would wait for five minutes."""
+    cluster.start()
+    cluster.train(2000, nodeRemedy="auto")
+    cluster.trains()
+    until(lambda: cluster.watched() == "True", "the operator has asked the job", 60)
+    until(cluster.is_backed_up, "states are on other nodes, too", 60)
+    (lost,) = cluster.rank_nodes(1)
+    (name,) = [one for one, node in cluster.nodes_of_pods().items() if node == lost]
+    gone = cluster.uid(name)
+    cluster.bed.kubelets.lose(lost)
+    until(lambda: cluster.uid(name) not in ("", gone), "its pod is made again", 90)
+    until(lambda: len(cluster.nodes_of_pods()) == 4, "4 pods run", 60)
+    assert lost not in cluster.nodes_of_pods().values()
+    until(lambda: cluster.taints(lost) == {"keepstep.dev/lost": "NoExecute"}, "the node's taint", 30)
+    assert "KeepstepLost" in cluster.conditions(lost)
+    cluster.trains()
+    status = cluster.status()
+    assert (status["phase"], status.get("attempt", 0), status["excludedNodes"]) == ("Running", 0, [lost])
+    assert lost in status["formerNodes"]

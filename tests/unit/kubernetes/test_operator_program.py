@@ -1,0 +1,127 @@
+"""The operator as a program: an order to clear a node, and command lines that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightkube")
+
+from lightkube import ApiError
+from lightkube.models.meta_v1 import Status
+
+from keepstep.cli import main
+from keepstep.kubernetes import program
+from keepstep.kubernetes.node_remedies import VALUE
+
+NODE = {
+    "metadata": {"name": "gpu-7", "resourceVersion": "5"},
+    "spec": {
+        "taints": [
+            {"key": "keepstep.dev/fail-slow", "value": VALUE, "effect": "NoSchedule"},
+            {"key": "example.com/gpu", "effect": "NoExecute", "timeAdded": "2026-01-01T00:00:00Z"},
+        ]
+    },
+    "status": {
+        "conditions": [{"type": "KeepstepFailSlow", "status": "True"}, {"type": "Ready", "status": "True"}]
+    },
+}
+
+
+class Client:
+    """Knows one node, and notes what is changed."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.changes: list[Any] = []
+
+    async def get(self, kind: Any, name: str) -> dict[str, Any]:
+        self.asked.append(name)
+        if name != "gpu-7":
+            raise ApiError(status=Status(code=404, message="not found"))
+        return copy.deepcopy(NODE)
+
+    async def patch(self, kind: Any, name: str, change: Any, *, patch_type: Any) -> None:
+        self.changes.append((kind.__name__, name, change))
+
+
+def cleared(name: str, *, dry_run: bool = False) -> tuple[int, Client]:
+    client = Client()
+    code = asyncio.run(program.clear(client, name, dry_run=dry_run, speaker=program.Speaker()))  # type: ignore[arg-type]
+    return code, client
+
+
+def test_a_node_is_cleared_of_ours_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, client = cleared("gpu-7")
+    assert code == 0
+    assert client.changes == [
+        (
+            "NodeStatus",
+            "gpu-7",
+            {"status": {"conditions": [{"$patch": "delete", "type": "KeepstepFailSlow"}]}},
+        ),
+        ("Node", "gpu-7", {"spec": {"taints": NODE["spec"]["taints"][1:]}}),
+    ]
+    assert "condition KeepstepFailSlow removed" in capsys.readouterr().err
+
+
+def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, client = cleared("gpu-7", dry_run=True)
+    assert (code, client.changes) == (0, [])
+    assert capsys.readouterr().err.count("would do: ") == 2
+
+
+@pytest.mark.parametrize("name", ["gpu-8", "../namespaces/default", "a;b", "a\nb", "\x1b[31m", "", "A"])
+def test_a_name_that_no_node_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, client = cleared(name)
+    assert (code, client.changes) == (1, [])
+    assert client.asked == (["gpu-8"] if name == "gpu-8" else [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("there is no such node")
+    assert line.isprintable()
+
+
+def test_without_the_client_library_it_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [one for one in sys.modules if one.startswith(("keepstep.kubernetes.", "lightkube"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightkube", None)
+    assert main(["operator"]) == 2
+    assert capsys.readouterr().err == (
+        "keepstep: operator: lightkube is not installed: pip install 'keepstep[kubernetes]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--node-remedy=drain"], "invalid choice"),
+        (["--clear"], "expected one argument"),
+        (["x"], "unrecognized"),
+    ],
+)
+def test_command_lines_that_cannot_be_used(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["operator", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_without_a_cluster_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nonexistent/config")
+    assert main(["operator", "--dry-run"]) == 2
+    assert "run this in a pod, or set KUBECONFIG" in capsys.readouterr().err
+
+
+def test_the_same_line_is_printed_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    speaker = program.Speaker()
+    for _ in range(5):
+        speaker.once("a\n\x1b[31m")
+    assert capsys.readouterr().err == "keepstep: a\\n\\x1b[31m\n"
