@@ -42,8 +42,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7)
 layers = (torch.nn.Linear(32, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-# DDP would else lay gradients anew after its first step, and three ranks then sum them in another order: a training that
-# begins again in the middle would differ in the last bit.
+# DDP would else lay gradients anew after its first step, and three ranks would sum them in another order: a training
+# that begins again in the middle would differ in the last bit.
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = Data(rank)
