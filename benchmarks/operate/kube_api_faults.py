@@ -116,7 +116,7 @@ def main() -> None:
         bed.kubelets.service = api.server
         make_secret(bed.api)
         install(bed)
-        until(lambda: api.watches >= 4, "the operator watches", _PATIENCE_S)
+        until(lambda: len(_restarts(bed)) == 2 and api.watches >= 8, "both operators watch", _PATIENCE_S)
         for number in range(given.first, given.first + given.rounds):
             row = run_round(number, bed, api)
             with results.open("a") as file:

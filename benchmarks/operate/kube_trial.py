@@ -30,6 +30,7 @@ NAME = "train"
 _AWAY_S = 60.0
 _SLOWER_S = 3.0  # of pause after a step
 _PATIENCE_S = 150.0
+_END_S = 240.0  # the operator itself waits two minutes for pods that have not ended with the others
 _ITS_NODE, _KEPT = "n6", "example.com/control"
 _XID = (
     "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE) has been "
@@ -112,7 +113,7 @@ class KubeTrial:
             until(lambda: (self.node, self.plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             until(lambda: len(self._others()) == OTHERS, "pods of others", _PATIENCE_S)
         self._pace(PAUSE_S)
-        until(lambda: self._job().get("phase") in ("Succeeded", "Failed"), "the job is over", _PATIENCE_S)
+        until(lambda: self._job().get("phase") in ("Succeeded", "Failed"), "the job is over", _END_S)
 
     def seen(self) -> Seen:
         """What is to be judged."""

@@ -124,11 +124,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, code: int, body: bytes, kind: str) -> None:
         self.api.seen.append((self.command, self.path, code))
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(OSError):  # who asked has gone
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def _pass_watch(
         self, connection: http.client.HTTPSConnection, answer: http.client.HTTPResponse, kind: str

@@ -24,6 +24,7 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
         FaultyNode(one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT])
         for found in recent
         for one in faults_of(found, members)
+        if one.kind != "told"
     ]
     return Overview(
         state=controller.state(now_s).value,

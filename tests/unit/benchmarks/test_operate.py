@@ -9,14 +9,14 @@ from benchmarks.operate.judge import Seen, faults
 from benchmarks.operate.plans import FAULTS, plan_of
 
 PLAN = replace(plan_of(7), fault="node-lost", spare=True, user="root")
-LOSSES = {(0, 0): {"0x1p0"}, (1, 0): {"0x1p1"}}
+LOSSES = {(rank, step): {"0x1p0"} for rank in range(2) for step in range(20)}
 GOOD = Seen(
     slurm_exit="0:0",
     ends=[{"exit_code": 0, "category": "finished"}],
     starts_again=0,
     excluded="(null)",
     reasons={"n1": "[node_problem] keepstep run=1 incident=0001 node lost"},
-    lost_node="n1",
+    named_node="n1",
     reason_s=1.0,
     replaced=True,
     again_s=2.0,
@@ -34,7 +34,7 @@ def test_twenty_of_120_seeds_are_healthy_and_every_fault_is_drawn() -> None:
 
 def test_a_lost_node_passes_only_where_all_is_as_promised() -> None:
     assert faults(PLAN, "n1", GOOD) == []
-    other = {**LOSSES, (1, 0): {"0x1p1", "0x1p2"}}
+    other = {**LOSSES, (1, 0): {"0x1p0", "0x1p2"}}
     for worse in (
         replace(GOOD, slurm_exit="75:0"),
         replace(GOOD, reasons={}),
