@@ -90,6 +90,7 @@ def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: 
     until(lambda: not cluster.status().get("excludedNodes"), "it is not excluded any more", 30)
 
 
+@pytest.mark.long
 def test_training_does_not_need_the_api_server_and_one_of_two_operators_is_enough(cluster: Operated) -> None:
     first = cluster.start()
     until(lambda: "acts now" in cluster.said(), "the first acts", 30)
@@ -109,6 +110,7 @@ def test_training_does_not_need_the_api_server_and_one_of_two_operators_is_enoug
     assert lease["spec"]["leaseTransitions"] == 1
 
 
+@pytest.mark.long
 def test_a_dry_run_only_says_what_it_would_do(cluster: Operated) -> None:
     cluster.start("--dry-run")
     cluster.make(["0"], command=["sleep"])
@@ -117,6 +119,7 @@ def test_a_dry_run_only_says_what_it_would_do(cluster: Operated) -> None:
     assert cluster.job().get("status") is None
 
 
+@pytest.mark.long
 def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Operated) -> None:
     """Kubernetes itself would wait for five minutes."""
     cluster.start()
