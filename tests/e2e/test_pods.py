@@ -120,5 +120,6 @@ def test_pods_come_late_and_come_again(tmp_path: Path) -> None:
     assert [one.returncode for one in results.values()] == [0, 0, 0], results
     said = results["0"].stderr
     assert "node node-c lost; node node-c replaced; all nodes begin again, restart 1 of 3" in said
+    assert "the launcher of node-c said that it leaves: the pod is ended" in " ".join(said.split())
     assert int((tmp_path / "start-2-1").read_text()) >= 6, "from a backup in the memory of another node"
     assert read(first / "end.json")["exit_code"] == 0

@@ -308,12 +308,12 @@ class Cases:
         """Note that a node's agent and launcher are gone; False: a hang's probes reach it, so it is not lost."""
         if self._open.hang is not None and self._open.hang.is_reached(node.name):
             return False
-        self._crash_case().lost(node.name, node.ranks, now_s)
+        self._crash_case().lost(node, now_s)
         return True
 
     def lost_in(self, incarnation: int, node: Node, now_s: float) -> None:
         """Note that a node is lost in this incarnation, of a job that re-forms without it."""
-        self._death_in(incarnation, now_s).lost(node.name, node.ranks, now_s, incarnation)
+        self._death_in(incarnation, now_s).lost(node, now_s, incarnation)
 
     def halted(self, now_s: float) -> None:
         """Close the hang, as the workers are being ended."""

@@ -36,6 +36,7 @@ class Node:
     lost_s: float | None = None  # since when agent and launcher are gone, until the loss is reported
     lost: bool = False  # the loss was reported, and neither has come back
     left: bool = False  # it said Bye or Ended, so its silence means nothing
+    parting: str = ""  # why its launcher leaves a job that goes on, in its words
     mute: bool = False  # no heartbeat for a moment
     silent: bool = False  # no heartbeat for longer
     overdue: bool = False  # all its ranks wait for others, longer than usual
@@ -50,7 +51,7 @@ class Node:
 
     def back(self) -> None:
         """Note that the node's agent or launcher is connected."""
-        self.lost_s, self.lost = None, False
+        self.lost_s, self.lost, self.parting = None, False, ""
 
     def answers_at(self, endpoints: Sequence[Endpoint]) -> None:
         """Note where the node's agent answers probes."""

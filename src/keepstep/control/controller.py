@@ -401,13 +401,13 @@ class Controller:
     def _bye(self, sender: Peer, bye: Bye, now_s: float) -> None:
         node, plays = sender.node, self.rendezvous.placements.items()
         if node is not None and bye.orphaned:
-            # The node does not leave the job: it is lost, and nothing more will come from it.
             for launcher in [one for one, placement in plays if placement.node_rank == node.rank]:
                 self.reforming.orphaned(launcher)
             return
         launcher = sender.launcher
         if launcher is not None and launcher in self.rendezvous.placements and self.rendezvous.max_restarts:
-            self.reforming.orphaned(launcher)  # a spare left just when it got a place
+            self.cluster.nodes[self.rendezvous.placements[launcher].node_rank].parting = bye.reason
+            self.reforming.orphaned(launcher)  # also a spare that left just when it got a place
             return
         if node is not None and (sender.role == "launcher" or node.launcher is None):
             node.left = True

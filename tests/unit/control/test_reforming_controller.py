@@ -6,7 +6,7 @@ import pytest
 from tests.unit.control import control_stand_ins as stand_ins
 
 from keepstep.control.controller import Controller
-from keepstep.control.effects import Disconnect, Effect, Send, StoreStop, Tell
+from keepstep.control.effects import Disconnect, Effect, Send, StoreStop, Tell, WriteIncident
 from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.wire import (
@@ -110,6 +110,23 @@ def test_the_agent_of_a_launcher_that_was_replaced_is_refused() -> None:
     refused = stage.agent(1, launcher=101)
     assert sent(refused, Refused)
     assert any(isinstance(effect, Disconnect) for effect in refused)
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_node_that_says_that_it_leaves_was_not_lost(says_so: bool) -> None:
+    stage = Stage()
+    if says_so:
+        stage.say(1, Bye("the pod is ended (SIGTERM from a process outside this container, uid 0)"))
+    stage.controller.disconnected(1, 2.0)
+    told = [effect for now_s in range(20, 120) for effect in stage.controller.tick(now_s / 10)]
+    stage.controller.end(20.0)
+    incident = [one.incident for one in told if isinstance(one, WriteIncident)][-1]
+    (culprit,) = incident.culprits
+    assert incident.cause is not None
+    assert (culprit.cause, incident.cause.kind) == (
+        ("node left", "left") if says_so else ("node lost", "unreachable")
+    )
+    assert any("said that it leaves: the pod is ended" in line for line in incident.evidence) == says_so
 
 
 @pytest.mark.parametrize("unanswered", [False, True])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from keepstep.control.cluster import Node
 from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, unlocated
 from keepstep.control.incidents.hang_case import HangCase
 from keepstep.control.incidents.job_words import cause_of, cause_of_hang
@@ -42,6 +43,13 @@ _UNREACHABLE = FailureCause(
     "medium",
     "see whether the host answers on another network, such as that of its management",
 )
+_PARTED = FailureCause(
+    "other",
+    "left",
+    "a node was told from outside to leave: its pod is evicted, drained, preempted or deleted",
+    "high",
+    "see the events of its pod and its node",
+)
 _SIGNALLED = FailureCause(
     "other",
     "signalled",
@@ -68,6 +76,7 @@ class CrashCase(Case):
         self._findings: dict[int, Finding] = {}
         self._heard_unix_s: dict[int, float] = {}  # when each death was heard of, by rank
         self._lost: dict[str, tuple[int, ...]] = {}  # ranks by the name of their lost node
+        self._parted: dict[str, str] = {}  # why those among them left whose launchers said so
         self._first_s: float | None = None
         self._news_s = 0.0  # when something came last
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
@@ -90,9 +99,11 @@ class CrashCase(Case):
         self._began(now_s)
         self._ask(finding, now_s)
 
-    def lost(self, node: str, ranks: tuple[int, ...], now_s: float, incarnation: int = -1) -> None:
+    def lost(self, node: Node, now_s: float, incarnation: int = -1) -> None:
         """Take the loss of a whole node into the case: neither its agent nor its launcher is connected."""
-        self._lost[node] = ranks
+        self._lost[node.name] = node.ranks
+        if node.parting:
+            self._parted[node.name] = node.parting
         self.incarnation = max(self.incarnation, incarnation)
         self._began(now_s)
 
@@ -195,7 +206,7 @@ class CrashCase(Case):
         # Where only consequences were told, but the culprit is known all the same, these tell nothing more.
         cause = cause_of(failure) if failure.root or not diagnosis.culprits else None
         if self._lost and not _tells_why(cause):
-            cause = _UNREACHABLE
+            cause = _UNREACHABLE if self._vanished() else _PARTED
         elif not _tells_why(cause):
             cause = cause_of_hang(diagnosis, self._states) or cause
             if not diagnosis.culprits and any(was_asked(death) for death in self._findings.values()):
@@ -361,22 +372,35 @@ class CrashCase(Case):
         """The states of the ranks at the first death, as far as their agents have answered."""
         return [state for _, state in sorted(self._states.items())]
 
+    def _vanished(self) -> list[str]:
+        """The lost nodes of which nobody has said that they leave."""
+        return [name for name in self._lost if name not in self._parted]
+
     def _lost_nodes(self) -> Diagnosis:
         """Blame the lost nodes; but where over a tenth are lost at once, the network or the controller has failed."""
-        cluster = self._desk.cluster
+        cluster, vanished = self._desk.cluster, self._vanished()
         lost_ranks = {rank for ranks in self._lost.values() for rank in ranks}
         others = tuple(sorted(set(cluster.node_of) - lost_ranks))
-        told = f"agent and launcher of {fold_nodes(self._lost)} (ranks {fold_ranks(lost_ranks)}) are gone together"
-        lost, count = len(self._lost), len(cluster.nodes)
+        told: list[str] = []
+        if vanished:
+            gone = fold_ranks(rank for name in vanished for rank in self._lost[name])
+            told.append(f"agent and launcher of {fold_nodes(vanished)} (ranks {gone}) are gone together")
+        lost, count = len(vanished), len(cluster.nodes)
         if lost > max(1, count // 10):
             missing = f"{lost} of {count} nodes vanished together: network or controller"
-            return Diagnosis("crash", (), others, (told,), (missing,), "nodes lost")
+            return Diagnosis("crash", (), others, tuple(told), (missing,), "nodes lost")
         culprits: list[Culprit] = []
         for name, ranks in sorted(self._lost.items()):
-            detail = f"with ranks {fold_ranks(ranks)}: its host, network or launcher died"
-            culprits.append(Culprit(node=name, confidence="medium", cause="node lost", detail=detail))
-        crashed = tuple(f"rank {rank} ended, too" for rank in sorted(self._findings)[:3])
-        return Diagnosis("crash", tuple(culprits), others, (told, *crashed), (), "node lost")
+            with_ranks = f"with ranks {fold_ranks(ranks)}"
+            if (why := self._parted.get(name)) is not None:
+                told.append(f"the launcher of {name} said that it leaves: {why}")
+                culprits.append(Culprit(node=name, confidence="high", cause="node left", detail=with_ranks))
+            else:
+                detail = f"{with_ranks}: its host, network or launcher died"
+                culprits.append(Culprit(node=name, confidence="medium", cause="node lost", detail=detail))
+        told += [f"rank {rank} ended, too" for rank in sorted(self._findings)[:3]]
+        title = "node lost" if vanished else "node left"
+        return Diagnosis("crash", tuple(culprits), others, tuple(told), (), title)
 
 
 def _tells_why(cause: FailureCause | None) -> bool:
