@@ -20,6 +20,7 @@ from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, ERROR_FILE, Place, worker_plan
+from keepstep.launch.schedulers.kubernetes import is_pod
 from keepstep.launch.workers.guard import Guard
 
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     # Before a folder is made, as this raises UsageError where there is no place for the secret.
     run_folder.secret_path(job, folder, home_folder(environ))
     folder = run_folder.create(job, folder, first=hosts_controller)
-    if (above := open_to_all(folder)) is not None:
+    above = open_to_all(folder)
+    # A volume of a pod's own (emptyDir) is always like that, and seen by nobody else.
+    if above is not None and not (is_pod(environ) and above.is_mount()):
         print(
             f"keepstep: {above} can be written by everybody: others can put their own folder in the place of {folder}; "
             "run chmod o-w on it, or name a run folder elsewhere with --run-dir",
