@@ -62,6 +62,9 @@ class Diagnosis:
         return replace(self, culprits=tuple(culprits), missing=(*self.missing, missing))
 
 
+REPLACEMENT = "S4, replacement of nodes"  # the action by which spares take the ranks of slow nodes
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """A remedy that was taken, or advised, against an incident."""

@@ -32,6 +32,7 @@ _SLURMD_PORT = 6818
 _RUNS = re.compile(r"\bJobState=RUNNING\b")
 _STATE = re.compile(r"\bState=(\S+)")  # the first one is Slurm's own, others may be words of a reason
 _AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
+_PROVEN_S = 60.0  # for so long a node's daemon that is away shows that the node was lost
 _AWAY_S = 60.0  # how long slurmctld may be away when a job is to be requeued
 
 
@@ -68,6 +69,7 @@ class SlurmOrders:
         self._put_off: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
         self._told: list[NodeFault] = []  # those among them of which the user knows
         self._again_s = 0.0
+        self._since_s: dict[NodeFault, float] = {}  # when the loss of a node was heard of
         self._drained: list[str] = []  # nodes that Slurm may have back once nothing of the job runs there
         self.left: set[str] = set()  # nodes on which the job's launcher has ended for good
         self.bad: list[str] = []  # nodes that the job should not be started on again
@@ -86,14 +88,23 @@ class SlurmOrders:
         if self._put_off and time.monotonic() >= self._again_s:
             again, self._put_off = self._put_off, []
         for fault in (*again, *self._new_faults()):
-            if fault.kind == "told" or fault.node not in self._done:
+            if fault.kind == "told" or (fault.node not in self._done and self._is_fresh(fault)):
                 await self._handle(fault)
         for node in [one for one in self._drained if one in self.left]:
-            self._drained.remove(node)
             await self._give_back(node)
+
+    def _is_fresh(self, fault: NodeFault) -> bool:
+        """Whether Slurm's own view of a node may still prove this fault: a later restart of slurmd proves nothing."""
+        now_s = time.monotonic()
+        return fault.kind != "lost" or now_s - self._since_s.setdefault(fault, now_s) < _PROVEN_S
 
     async def _give_back(self, node: str) -> None:
         """Have the job end on a drained node on which nothing of it runs: it may be repaired and costs nothing then."""
+        words = ("--noheader", f"--jobs={self._job}", "--steps", f"--nodelist={node}", "--format=%i")
+        steps = (await output_of("squeue", *words)).split()
+        if any(not one.endswith((".batch", ".extern")) for one in steps):
+            return  # somebody has started one there by hand, which would be ended
+        self._drained.remove(node)
         rest = [one for one in self._nodes if one != node]
         with tempfile.TemporaryDirectory(
             prefix="keepstep-"
@@ -151,7 +162,7 @@ class SlurmOrders:
         if members != self._members:  # a slow node counts once a spare has its ranks, whenever that was
             self._members, self._read = members, dict(self._earlier)
         found += [NodeFault(one.node, "told", 0, one.why) for one in drained if one not in self._asked]
-        self._asked = set(drained)
+        self._asked |= set(drained)
         for path in self._incidents if self._remedy != "off" else ():
             with suppress(OSError, RunError):
                 changed_ns = path.stat().st_mtime_ns

@@ -21,9 +21,9 @@ from keepstep.control.remedies.device_speeds import Devices, Look, SlowRanks, ev
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
-from keepstep.control.remedies.replacement import RESTART, Replacement
+from keepstep.control.remedies.replacement import Replacement
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import Action
+from keepstep.core.incident import REPLACEMENT, Action
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
@@ -470,7 +470,7 @@ class Mitigation:
     def _leave_out(self, why: str) -> None:
         """Say in the incident why nothing is done, once ranks had time to report their splits."""
         cannot = self._replacement.refused(self._cases)
-        why = f"{MICROBATCHES}: {why}" + (f"; {RESTART}: {cannot}" if cannot else "")
+        why = f"{MICROBATCHES}: {why}" + (f"; {REPLACEMENT}: {cannot}" if cannot else "")
         left_out = Action("none", None, why)
         for case in self._cases:
             incident = case.incident

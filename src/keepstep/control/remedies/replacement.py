@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.control.remedies.device_speeds import Look
 from keepstep.control.remedies.moves import Move, culprits_of
+from keepstep.core.incident import REPLACEMENT
 from keepstep.core.ranges import fold_nodes
 
 if TYPE_CHECKING:
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
     from keepstep.control.incidents.slow_case import SlowCase
     from keepstep.mitigate import Remedy
 
-RESTART = "S4, replacement of nodes"
-
 
 class Replacement(Move):
     """The replacement of nodes of one job."""
 
-    name = RESTART
+    name = REPLACEMENT
 
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
@@ -49,7 +48,7 @@ class Replacement(Move):
             return None  # it is not known whether the replaced node is at an end of the link
         ranks = self._rank_of()
         rest = [one.slowdown for one in culprits_of(look.cases) if ranks.get(one.node) not in self._found]
-        return Remedy(RESTART, self.pause_s, min(look.healthy_s * max([1.0, *rest]), look.iteration_s))
+        return Remedy(REPLACEMENT, self.pause_s, min(look.healthy_s * max([1.0, *rest]), look.iteration_s))
 
     def told(self) -> str:
         return f"{_which(self._names(self._found))} replaced by spares"

@@ -9,15 +9,20 @@ import msgspec
 from keepstep import wire
 from keepstep.detect.secrets import blanked
 
+_HARMLESS = ("OMP_", "MKL_", "KMP_", "NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "TORCH", "PYTORCH_", "TOKENIZERS_")
+_BY_RANK = "CUDA_VISIBLE_DEVICES"
+
 
 def for_spares(modules: Sequence[str], environment: Mapping[str, str]) -> wire.Imports | None:
     """The message; None where spares had better import nothing ahead.
 
-    That is where a variable that the script sets before its imports looks like a secret, or is too long to be told:
-    without it the imports might do something else.
+    That is where the script sets a variable before its imports that may be a secret, may follow from the rank, or is
+    too long to be told: without it the imports might do something else.
     """
-    if any(blanked(text) != text for text in map("=".join, environment.items())):
-        return None
+    for name, value in environment.items():
+        is_harmless = name.startswith(_HARMLESS) and name != _BY_RANK
+        if not is_harmless or blanked(f"{name}={value}") != f"{name}={value}":
+            return None
     names = [name for name in modules if len(name) <= wire.MOST_LABEL][: wire.MOST_MODULES]
     imports = wire.Imports(tuple(names), tuple(environment.items()))
     try:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from keepstep.core.incident import Incident
+from keepstep.core.incident import REPLACEMENT, Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.told import KERNEL_SOURCES
 from keepstep.launch.node.checks.kernel_log import tell_of_broken_hardware
@@ -52,7 +52,8 @@ def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFaul
     for one in incident.culprits:
         if incident.kind == "crash" and one.rank is None and one.cause == "node lost" and one.node:
             yield NodeFault(one.node, "lost", number, "node lost")
-        replaced = bool(members) and one.node not in members
+        acted = any(action.name == REPLACEMENT for action in incident.actions)
+        replaced = acted and bool(members) and one.node not in members
         if incident.kind == "slow" and one.rank is not None and one.confidence == "high" and replaced:
             yield NodeFault(one.node, "slow", number, f"rank={one.rank} slow x{one.slowdown:.1f}")
 

@@ -23,6 +23,7 @@ import pkgutil
 import runpy
 import socket
 import types
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -88,11 +89,16 @@ class _NotedReads(type(os.environ)):
             _NotedReads.read = key
         return super().__getitem__(key)
 
+    def __iter__(self) -> Iterator[str]:
+        if self.unknown:
+            _NotedReads.read = "the whole environment"
+        return super().__iter__()
+
 
 def _warm_up(path: str) -> tuple[dict[str, str], str]:
     """Import what the worker had imported, step an optimizer once.
 
-    Returns variables that this has set, and what it has made that a fresh process would not have; "": nothing.
+    Returns the variables that this has set, and why the standby is unfit, or an empty string.
     """
     with open(path) as file:
         told: dict[str, Any] = json.load(file)
@@ -112,7 +118,7 @@ def _warm_up(path: str) -> tuple[dict[str, str], str]:
     if had_check is None:
         del os.environ[_CHECK_WITHOUT_CONTEXT]
     if _NotedReads.read:
-        return ahead, f"an import reads {_NotedReads.read}, which a spare does not know yet"
+        return ahead, f"an import reads {_NotedReads.read}, and a spare does not know its rank yet"
     return ahead, _unfit()
 
 

@@ -110,6 +110,8 @@ class Standbys:
             return None
         if not told:
             return None
+        if any(one["environment"] != told[0]["environment"] for one in told):  # they follow from the rank
+            return None
         common = set[str].intersection(*(set(one["modules"]) for one in told))
         first = told[0]
         return [name for name in first["modules"] if name in common], first["environment"]

@@ -8,7 +8,7 @@ import msgspec
 
 from keepstep.core.summary import Endpoint
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_HELD_KEYS = 8  # most snapshots of one rank that one node holds
 MOST_HELD_RANKS = 4096  # most ranks whose snapshots one node holds
 MOST_NODE_ENDPOINTS = 4

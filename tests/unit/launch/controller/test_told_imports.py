@@ -13,9 +13,17 @@ def test_modules_and_variables_are_told() -> None:
     assert told == wire.Imports(("json",), (("TOKENIZERS_PARALLELISM", "false"),))
 
 
+BY_RANK = [("MY_RANK", "0"), ("CUDA_VISIBLE_DEVICES", "0")]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("WANDB_API_KEY", "0123456789abcdef"), ("HF_TOKEN", "hf_0123456789abcdefgh"), ("LONG", "x" * 501)],
+    [
+        ("WANDB_API_KEY", "0123456789abcdef"),
+        ("HF_TOKEN", "hf_0123456789abcdefgh"),
+        ("OMP_LONG", "x" * 501),
+        *BY_RANK,
+    ],
 )
-def test_nothing_is_told_of_a_script_that_sets_a_secret_or_more_than_fits(name: str, value: str) -> None:
+def test_nothing_is_told_where_a_script_sets_what_may_not_be_told(name: str, value: str) -> None:
     assert for_spares(["json"], {name: value}) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.core.incident import Culprit, FailureCause, Incident, SpokenLine
+from keepstep.core.incident import REPLACEMENT, Action, Culprit, FailureCause, Incident, SpokenLine
 from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
 
 XID = "NVRM: Xid (PCI:0000:9b:00): 95, pid=4711, name=python3, Uncontained ECC error"
@@ -45,9 +45,10 @@ def test_a_lost_node_is_one_and_a_dead_rank_is_none() -> None:
 
 def test_a_slow_node_is_one_once_a_spare_has_taken_its_place() -> None:
     culprit = Culprit(rank=27, node="n2", slowdown=2.04, confidence="high")
-    slow = replace(CRASH, kind="slow", culprits=(culprit,))
+    slow = replace(CRASH, kind="slow", culprits=(culprit,), actions=(Action(REPLACEMENT),))
     assert found(slow, "n0", "n3") == [("n2", "slow", "rank=27 slow x2.0")]
     assert found(slow, "n0", "n2") == [], "it still plays its ranks, as where fewer micro-batches cured it"
+    assert found(replace(slow, actions=()), "n0", "n3") == [], "it left for another reason"
     assert found(slow) == [], "who plays ranks is not known"
     assert found(replace(slow, culprits=(replace(culprit, confidence="medium"),)), "n0") == []
 

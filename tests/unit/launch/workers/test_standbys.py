@@ -224,8 +224,18 @@ def test_a_spare_warms_standbys_by_what_another_node_told(tmp_path: Path) -> Non
     alone(main)
 
 
-@pytest.mark.parametrize("read", ["os.environ.get('RANK')", "os.getenv('RANK')", "'RANK' in os.environ"])
-def test_a_standby_of_a_spare_whose_imports_ask_for_the_rank_is_not_used(tmp_path: Path, read: str) -> None:
+@pytest.mark.parametrize(
+    ("read", "said_of"),
+    [
+        ("os.environ.get('RANK')", "RANK"),
+        ("os.getenv('RANK')", "RANK"),
+        ("'RANK' in os.environ", "RANK"),
+        ("os.environ.copy().get('RANK')", "the whole environment"),
+    ],
+)
+def test_a_standby_of_a_spare_whose_imports_ask_for_the_rank_is_not_used(
+    tmp_path: Path, read: str, said_of: str
+) -> None:
     (tmp_path / "asks.py").write_text(f"import os\nrank = {read}\n")
 
     async def main() -> None:
@@ -235,9 +245,21 @@ def test_a_standby_of_a_spare_whose_imports_ask_for_the_rank_is_not_used(tmp_pat
         await node.until(lambda: node.said)
         (said,) = node.said
         assert said.startswith(
-            "no standby for local rank 0: not fit: an import reads RANK, which a spare does not know yet"
+            f"no standby for local rank 0: not fit: an import reads {said_of}, and a spare does not know its rank yet"
         )
         assert node.take(0) is None
+        await node.end()
+
+    alone(main)
+
+
+def test_nothing_is_told_where_ranks_set_different_variables(tmp_path: Path) -> None:
+    async def main() -> None:
+        node = Node(tmp_path, count=2, nproc=2)
+        node.standbys.warm(node.plans)
+        path = tmp_path / "imports" / "1.json"
+        path.write_text(json.dumps({"modules": ["json"], "environment": {"OMP_NUM_THREADS": "3"}}))
+        assert node.standbys.imports is None
         await node.end()
 
     alone(main)
