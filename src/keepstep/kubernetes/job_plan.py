@@ -121,15 +121,21 @@ class _Plan:
     # --- what becomes of the job ------------------------------------------------------------------------------------
 
     def _course(self) -> Iterator[Action]:
-        finished = next((end for end in self._ends.values() if end.kind == "finished"), None)
-        failed = next((end for _, end in sorted(self._ends.items()) if end.kind == "failed"), None)
-        if finished is not None:
-            if not self._active or self._since.seconds("finishing") > FINISH_S:
-                self._end("Succeeded", "Finished", finished.text)
-            else:
-                self._stands("Running", "Finishing", "")
-        elif failed is not None:
+        ends = [end for _, end in sorted(self._ends.items())]
+        finished = [end for end in ends if end.kind == "finished"]
+        failed = next((end for end in ends if end.kind == "failed"), None)
+        # A spare that was not used ends with 0 whenever the job does not end with 75: its 0 alone proves nothing.
+        unproven = len(finished) <= self._job.spec.spares
+        stopped = next((end for end in ends if end.kind == "killed" and end.category and unproven), None)
+        if failed is not None:
             self._end("Failed", _reason(failed), failed.text)
+        elif finished:
+            if self._active and self._since.seconds("finishing") <= FINISH_S:
+                self._stands("Running", "Finishing", "")
+            elif stopped is not None:
+                self._end("Failed", _reason(stopped), stopped.text)
+            else:
+                self._end("Succeeded", "Finished", finished[0].text)
         elif self._has_ended_as_a_whole:
             self._begin_again()
         else:

@@ -92,6 +92,34 @@ def test_a_job_that_has_failed_is_not_run_again(code: int, message: str, reason:
     assert (failed["Failed"], failed["Complete"]) == ("True", "False")
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "reason"),
+    [
+        (1, "keepstep: exit code 1 (training): rank 1 failed: ValueError", "TrainingFailed"),
+        (79, "keepstep: exit code 79 (stopped): stopped by hand", "Stopped"),
+        (143, "keepstep: exit code 143 (signal): ended by SIGTERM", "SignalFailed"),
+    ],
+)
+def test_the_end_of_a_spare_that_was_not_used_is_not_that_of_the_job(
+    code: int, message: str, reason: str
+) -> None:
+    cluster = running()
+    cluster.end("train-3", 0)
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Running", "Finishing")
+    cluster.end_all(code, message)
+    cluster.settle(5)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", reason)
+
+
+def test_a_spare_that_was_sent_a_signal_does_not_undo_a_job_that_has_finished() -> None:
+    cluster = running()
+    cluster.end("train-3", 143, "keepstep: exit code 143 (signal): ended by SIGTERM")
+    cluster.end_all(0)
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Succeeded", "Finished")
+
+
 def test_an_evicted_pod_is_made_again_and_costs_nothing() -> None:
     cluster = running()
     cluster.evict("train-2")
