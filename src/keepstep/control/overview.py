@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep.control.controller import Controller
+from keepstep.control.membership.transitions import JobState
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.launch.schedulers.node_faults import faults_of
@@ -20,14 +21,16 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
         return controller.placing.elsewhere
     recent = list(controller.cases.desk.register.recent.values())
     members = {launcher.node for launcher in rendezvous.placements}
+    state = controller.state(now_s)
+    playing = members if state is JobState.RUNNING else set[str]()
     faults = [
         FaultyNode(one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT])
         for found in recent
         for one in faults_of(found, members)
-        if one.kind != "told"
+        if one.kind != "told" and not (one.kind == "lost" and one.node in playing)
     ]
     return Overview(
-        state=controller.state(now_s).value,
+        state=state.value,
         nodes=len(rendezvous.placements),
         spares=len(rendezvous.spares),
         step=controller.cluster.newest_step,

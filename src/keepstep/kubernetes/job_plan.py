@@ -93,6 +93,8 @@ class _Plan:
         self._attempt, self._killed = status.attempt, status.killed
         self._again = dict(status.again)
         self._avoided = list(status.avoided_nodes)
+        told = seen.told.faults if seen.told is not None else ()
+        self._faults = node_remedies.believed(seen.job, told, seen.pods, seen.unix_s)
         unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
         self._unheard_s = self._since.seconds("unheard") if unanswered else 0.0
 
@@ -101,12 +103,11 @@ class _Plan:
         job, seen = self._job, self._seen
         over = job.status.phase in ENDS
         doings = list(self._after_the_end() if over else self._course())
-        told = seen.told.faults if seen.told is not None else ()
         used = {one.spec.node_name for one in seen.pods} | {*job.status.nodes, *job.status.former_nodes}
         cluster = node_remedies.Cluster(
             seen.nodes, used - {"", NO_NODE}, seen.most, seen.unix_s, seen.tainted
         )
-        faults = node_remedies.judged(job, () if over else told, cluster)
+        faults = node_remedies.judged(job, () if over else self._faults, cluster)
         status = self._written(faults)
         actions: list[Action] = []
         if status != job.status:
@@ -270,8 +271,7 @@ class _Plan:
         return node is None or not node.is_ready
 
     def _is_told_lost(self, pod: Pod) -> bool:
-        told = self._seen.told.faults if self._seen.told is not None else ()
-        return any(one.kind == "lost" and one.node == pod.spec.node_name for one in told)
+        return any(one.kind == "lost" and one.node == pod.spec.node_name for one in self._faults)
 
     def _after_the_end(self) -> Iterator[Action]:
         """Pods that have not begun are ended at once, others that have not ended a while later."""

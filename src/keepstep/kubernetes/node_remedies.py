@@ -15,7 +15,7 @@ import msgspec
 
 from keepstep.core.log_lines import one_line
 from keepstep.kubernetes.actions import Action, Mark, SetTaints, Tell, Unmark
-from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Remedy, Taint, TrainingJob
+from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Pod, Remedy, Taint, TrainingJob
 from keepstep.launch.schedulers.node_faults import DrainBudget
 from keepstep.wire.messages import FaultyNode
 
@@ -32,6 +32,8 @@ TAINTS: Mapping[FaultKind, tuple[str, str]] = {  # key and effect
 VALUE = "keepstep-operator"
 """The value of our taints: one with another value is somebody else's."""
 REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
+LOST_S = 600.0
+"""A node was lost no longer ago than this: later, that its kubelet is not heard proves nothing about it."""
 _ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
 _MOST_FAULTS = 200
 _MOST_TEXT = 500
@@ -54,6 +56,24 @@ class Cluster:
 def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
     """What is to be done about bad nodes of a job: what it wants, and no more than the operator may."""
     return min(job.spec.node_remedy, most, key=_ORDER.__getitem__)
+
+
+def believed(
+    job: TrainingJob, told: Sequence[FaultyNode], pods: Sequence[Pod], unix_s: float
+) -> list[FaultyNode]:
+    """What a job tells of nodes, without what is of an earlier run in its folder, and what is lost no more."""
+    return [
+        one
+        for one in told
+        if one.unix_s >= job.metadata.created_unix_s
+        and (one.kind != "lost" or _is_lost_still(one, pods, unix_s))
+    ]
+
+
+def _is_lost_still(fault: FaultyNode, pods: Sequence[Pod], unix_s: float) -> bool:
+    """Whether a node was lost a short while ago, and no pod was made since that has come to it."""
+    later = (one for one in pods if one.metadata.created_unix_s >= fault.unix_s)
+    return unix_s - fault.unix_s < LOST_S and all(one.spec.node_name != fault.node for one in later)
 
 
 def judged(job: TrainingJob, told: Sequence[FaultyNode], cluster: Cluster) -> list[Fault]:

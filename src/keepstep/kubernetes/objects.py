@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -37,9 +38,15 @@ class Meta(_Read, frozen=True):
     uid: str = ""
     resource_version: str = ""
     generation: int = 0
+    creation_timestamp: datetime | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
     owner_references: list[Owner] | None = None
+
+    @property
+    def created_unix_s(self) -> float:
+        """When the API server has made it, by that one's clock; 0 where it does not say."""
+        return self.creation_timestamp.timestamp() if self.creation_timestamp is not None else 0.0
 
 
 class Taint(_Read, frozen=True, omit_defaults=True):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.unit.control.staged_job import Stage
 
+from keepstep.control.membership.transitions import JobState
 from keepstep.control.overview import answer_to_look
 from keepstep.core.incident import Culprit, Incident
 from keepstep.wire import Hello, Look, Moved, Overview
@@ -40,6 +42,17 @@ def test_it_tells_the_newest_incident_and_the_faults_that_are_proven() -> None:
     assert overview(stage).verdict.startswith("incident 0003: SLOW")
     still_plays = replace(SLOW, culprits=(replace(SLOW.culprits[0], node="gpu-1"),))
     register.restore(still_plays)
+    assert overview(stage).faults == ()
+
+
+def test_a_node_that_plays_ranks_while_the_job_runs_is_not_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(3)
+    lost = replace(SLOW, kind="crash", culprits=(Culprit(rank=None, node="gpu-1", cause="node lost"),))
+    stage.controller.cases.desk.register.restore(lost)
+    assert [one.kind for one in overview(stage).faults] == ["lost"]
+    monkeypatch.setattr(stage.controller, "state", lambda _: JobState.RUNNING)
     assert overview(stage).faults == ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.kubernetes.virtual_cluster import VirtualCluster, node, training_job
+from tests.unit.kubernetes.virtual_cluster import EPOCH_S, VirtualCluster, node, training_job
 
 from keepstep.kubernetes import node_remedies
 from keepstep.kubernetes.objects import Node
@@ -82,6 +82,38 @@ def test_a_lost_node_is_one_only_if_its_kubelet_is_not_heard_either() -> None:
     cluster.settle(4)
     assert cluster.conditions("n1") == {"KeepstepLost"}
     assert cluster.taints("n1") == {"keepstep.dev/lost": "NoExecute"}
+
+
+def test_a_node_that_was_lost_long_ago_is_not_lost_because_its_kubelet_is_silent_for_a_moment() -> None:
+    cluster = running()
+    cluster.tells(("n1", "lost", 1))
+    cluster.settle(4)
+    cluster.now_s += node_remedies.LOST_S
+    cluster.lose("n1")
+    cluster.settle(20)
+    assert cluster.status.get("faults", []) == []
+    assert cluster.made.count("train-1") == 1
+
+
+def test_a_node_to_which_a_pod_has_come_since_is_not_lost() -> None:
+    cluster = running()
+    cluster.tells(("n1", "lost", 1))
+    cluster.now_s += 5
+    cluster.evict("train-1")
+    cluster.settle(4)
+    assert cluster.node_of(1) == "n1"
+    cluster.lose("n1")
+    cluster.settle(20)
+    assert cluster.status.get("faults", []) == []
+    assert cluster.made.count("train-1") == 2
+
+
+def test_what_an_earlier_run_in_the_same_folder_has_found_is_not_new() -> None:
+    cluster = running()
+    cluster.detected[1] = EPOCH_S + 999.0
+    cluster.tells(("n1", "hardware", 1))
+    cluster.settle(4)
+    assert cluster.status.get("faults", []) == []
 
 
 def test_nobody_is_lost_when_much_of_the_cluster_is_silent() -> None:
