@@ -95,6 +95,8 @@ class _Plan:
         self._avoided = list(status.avoided_nodes)
         told = seen.told.faults if seen.told is not None else ()
         self._faults = node_remedies.believed(seen.job, told, seen.pods, seen.unix_s)
+        leaving = sum(one.metadata.deletion_timestamp is not None for one in seen.pods)
+        self._spares_left = (seen.told.spares if seen.told is not None else 0) - leaving
         unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
         self._unheard_s = self._since.seconds("unheard") if unanswered else 0.0
 
@@ -249,7 +251,8 @@ class _Plan:
             waited = self._since.seconds(("ended", uid)) >= wait_s
             if noted.pod == uid and waited and not (end.kind == "again" and self._may_be_ending):
                 yield self._ends_pod(pod, f"it is made again; {end.text}")
-        elif pod.spec.node_name in self._status.excluded_nodes:
+        elif pod.spec.node_name in self._status.excluded_nodes and self._spares_left > 0:
+            self._spares_left -= 1
             yield self._ends_pod(pod, f"node {pod.spec.node_name} is excluded")
         elif self._is_told_lost(pod) and self._is_unheard(pod):
             yield self._ends_pod(pod, "its node is lost, as the job and the cluster say", now=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.core.log_lines import one_line
-from keepstep.kubernetes.actions import Action, Mark, SetTaints, Tell, Unmark
+from keepstep.kubernetes.actions import Action, Mark, Object, SetTaints, Tell, Unmark
 from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Pod, Remedy, Taint, TrainingJob
 from keepstep.launch.schedulers.node_faults import DrainBudget
 from keepstep.wire.messages import FaultyNode
@@ -24,11 +24,15 @@ CONDITIONS: Mapping[FaultKind, str] = {
     "hardware": "KeepstepHardware",
     "lost": "KeepstepLost",
 }
-TAINTS: Mapping[FaultKind, tuple[str, str]] = {  # key and effect
-    "slow": (f"{GROUP}/fail-slow", "NoSchedule"),  # pods of other jobs may stay
-    "hardware": (f"{GROUP}/hardware", "NoExecute"),
-    "lost": (f"{GROUP}/lost", "NoExecute"),
+TAINTS: Mapping[FaultKind, str] = {
+    "slow": f"{GROUP}/fail-slow",
+    "hardware": f"{GROUP}/hardware",
+    "lost": f"{GROUP}/lost",
 }
+EFFECT = "NoSchedule"
+"""Of our taints: pods of other jobs may go on, as under a drain of Slurm's."""
+CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
+"""A node that has one of these labels gets no taint."""
 VALUE = "keepstep-operator"
 """The value of our taints: one with another value is somebody else's."""
 REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
@@ -61,7 +65,13 @@ def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
 def believed(
     job: TrainingJob, told: Sequence[FaultyNode], pods: Sequence[Pod], unix_s: float
 ) -> list[FaultyNode]:
-    """What a job tells of nodes, without what is of an earlier run in its folder, and what is lost no more."""
+    """What a job tells of nodes, without what is of an earlier run in its folder, and what is lost no more.
+
+    Nothing where the job's template names a node: a user could have any node called bad.
+    """
+    pod: Object = job.spec.template.get("spec") or {}
+    if pod.get("nodeName"):
+        return []
     return [
         one
         for one in told
@@ -130,13 +140,13 @@ def orders(job: TrainingJob, nodes: Mapping[str, Node]) -> Iterator[Action]:
                 {"apiVersion": "v1", "kind": "Node", "name": fault.node, "uid": fault.node},
                 *(REASONS[fault.kind], message),
             )
-        elif fault.taint and node.taint(TAINTS[fault.kind][0]) is None and not node.spec.unschedulable:
-            key, effect = TAINTS[fault.kind]
+        elif fault.taint and node.taint(TAINTS[fault.kind]) is None and not node.spec.unschedulable:
+            key = TAINTS[fault.kind]
             yield SetTaints(
                 fault.node,
                 node.metadata.resource_version,
-                (*(node.spec.taints or ()), Taint(key=key, value=VALUE, effect=effect)),
-                f"taint {key}:{effect}: {message}",
+                (*(node.spec.taints or ()), Taint(key=key, value=VALUE, effect=EFFECT)),
+                f"taint {key}:{EFFECT}: {message}",
             )
 
 
@@ -145,7 +155,7 @@ def tidied(nodes: Iterable[Node]) -> Iterator[SetTaints]:
     for node in nodes:
         keys = {
             key: CONDITIONS[kind]
-            for kind, (key, _) in TAINTS.items()
+            for kind, key in TAINTS.items()
             if _is_ours(node, key) and not node.has(CONDITIONS[kind])
         }
         if keys:
@@ -163,7 +173,7 @@ def cleared(node: Node) -> Iterator[Action]:
     for condition in CONDITIONS.values():
         if any(one.type == condition for one in node.status.conditions or ()):
             yield Unmark(node.metadata.name, condition)
-    left = _without(node, {key for key, _ in TAINTS.values()})
+    left = _without(node, set(TAINTS.values()))
     if len(left) < len(node.spec.taints or ()):
         yield SetTaints(node.metadata.name, "", left, "our taints removed")
 
@@ -196,12 +206,14 @@ def _why_no_taint(name: str, cluster: Cluster) -> str:
     node = cluster.nodes.get(name)
     if node is None:
         return "the cluster has no such node"
+    if any(label in (node.metadata.labels or {}) for label in CONTROL_PLANE):
+        return "the node is one of the control plane's"
     if node.spec.unschedulable:
         return "the node is cordoned already"
     ours = {
         one.metadata.name
         for one in cluster.nodes.values()
-        if any(_is_ours(one, key) for key, _ in TAINTS.values())
+        if any(_is_ours(one, key) for key in TAINTS.values())
     }
     if name not in ours and len(ours | cluster.tainted) >= max(1, len(cluster.nodes) // 10):
         return "a tenth of the cluster's nodes are tainted already"
@@ -214,7 +226,7 @@ def _moved_on(fault: Fault, node: Node | None) -> Fault:
         return fault
     if node is None:
         return msgspec.structs.replace(fault, state="Cleared", why="the node has left the cluster")
-    marked, key = node.has(CONDITIONS[fault.kind]), TAINTS[fault.kind][0]
+    marked, key = node.has(CONDITIONS[fault.kind]), TAINTS[fault.kind]
     shown = marked and (not fault.taint or node.taint(key) is not None)
     if fault.state == "Done":
         return (

@@ -213,13 +213,13 @@ class VirtualCluster:
         else:
             pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
-    def tells(self, *faults: tuple[str, str, int], state: str = "running") -> None:
+    def tells(self, *faults: tuple[str, str, int], state: str = "running", spares: int = 1) -> None:
         """The job's controller tells of bad nodes: node, kind, incident, which was detected when it is told first."""
         rows = [
             FaultyNode(one, kind, number, self.detected.setdefault(number, EPOCH_S + self.now_s), "it is bad")  # type: ignore[arg-type]
             for one, kind, number in faults
         ]
-        self.told = Overview(state, 3, 1, 7, verdict="incident 0001: SLOW rank 5", faults=tuple(rows))
+        self.told = Overview(state, 3, spares, 7, verdict="incident 0001: SLOW rank 5", faults=tuple(rows))
 
     def node_of(self, index: int) -> str:
         return self.pods[f"train-{index}"]["spec"]["nodeName"]
