@@ -30,7 +30,7 @@ from keepstep.kubernetes.objects import (
     Remedy,
     TrainingJob,
 )
-from keepstep.kubernetes.pods import pod_name, pod_of, service_of
+from keepstep.kubernetes.pods import JOIN_S, pod_name, pod_of, service_of
 from keepstep.kubernetes.since import Since
 from keepstep.launch.schedulers.slurm import expand_nodes
 from keepstep.wire.messages import Overview
@@ -165,12 +165,15 @@ class _Plan:
             return False
         return not self._active or (
             self._controller_is_gone
-            and all(
-                pod.status.phase == "Pending"
-                or self._times(index)
-                or pod.metadata.deletion_timestamp is not None
-                for index, pod in self._active.items()
-            )
+            and all(self._waits_to_begin(index, pod) for index, pod in self._active.items())
+        )
+
+    def _waits_to_begin(self, index: int, pod: Pod) -> bool:
+        """Whether a pod is no part of a job that went on; one that has run for long does not wait for others."""
+        return (
+            pod.status.phase == "Pending"
+            or pod.metadata.deletion_timestamp is not None
+            or (self._times(index) > 0 and self._seen.unix_s - pod.started_unix_s < JOIN_S)
         )
 
     @property

@@ -128,6 +128,7 @@ class _PodStatus(_Read, frozen=True):
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
+    start_time: datetime | None = None
     pod_i_p: str = msgspec.field(default="", name="podIP")
     container_statuses: list[_ContainerStatus] | None = None
 
@@ -148,6 +149,11 @@ class Pod(_Read, frozen=True):
     def attempt(self) -> int:
         """In which attempt of its job it was made; -1 where its labels do not say."""
         return _number((self.metadata.labels or {}).get(ATTEMPT, ""))
+
+    @property
+    def started_unix_s(self) -> float:
+        """When its kubelet took it up, by that one's clock; 0 where it does not say."""
+        return self.status.start_time.timestamp() if self.status.start_time is not None else 0.0
 
     @property
     def terminated(self) -> Terminated | None:

@@ -225,6 +225,23 @@ def test_a_job_that_goes_on_is_not_begun_again_for_one_pod(trouble: tuple[str, s
     assert (cluster.status.get("attempt", 0), cluster.status["phase"]) == (0, "Running")
 
 
+@pytest.mark.parametrize("state", ["", "created"])
+def test_pods_that_have_begun_again_long_ago_do_not_wait_to_begin(state: str) -> None:
+    """A controller that is not heard, or a new one that waits at the old address, says nothing against them."""
+    cluster = running()
+    cluster.tells()
+    for index in range(4):
+        cluster.end(f"train-{index}", 137)
+        cluster.settle(5)
+    cluster.now_s += 3600
+    cluster.told, cluster.trouble = None, SILENT
+    if state:
+        cluster.tells(state=state)
+    cluster.end("train-0", 75, LOST)
+    cluster.settle(120)
+    assert (cluster.status.get("attempt", 0), cluster.made.count("train-1")) == (0, 2)
+
+
 def test_all_killed_at_once_begins_again_and_signals_from_somebody_do_not() -> None:
     cluster = running()
     cluster.end_all(137)

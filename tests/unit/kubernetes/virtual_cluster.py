@@ -180,7 +180,11 @@ class VirtualCluster:
                 if free:
                     pod["spec"]["nodeName"] = free[0]
                     address = f"10.0.0.{self._next()}"
-                    pod["status"] = {"phase": "Running", "podIP": address}
+                    pod["status"] = {
+                        "phase": "Running",
+                        "podIP": address,
+                        "startTime": stamp(self.now_s),
+                    }
 
     def end(self, name: str, code: int, message: str = "", reason: str = "") -> None:
         """The container of a pod ends."""
