@@ -43,8 +43,12 @@ _AGAIN_S, _LONGEST_S = (
     300.0,
 )  # a pod that ends with 75 begins again so much later, twice as much each time
 _MOST_FORMER = 1000
+HOUR_S = 3600.0  # killed launchers are counted within it
+RUNNING = "running"  # the state of a job all of whose ranks train
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""Taint with which somebody says that a node is shut down for certain."""
 NO_NODE = "-"
 """In the status, the node of a pod that has none."""
 NO_ANSWER = "NoAnswer"
@@ -90,15 +94,16 @@ class _Plan:
         self._ends = {index: end for index, one in self._pods.items() if (end := end_of(one)) is not None}
         self._phase: Phase = status.phase
         self._reason, self._message = status.reason, status.message
-        self._attempt, self._killed = status.attempt, status.killed
+        self._attempt = status.attempt
+        self._killed, self._killed_since = status.killed, status.killed_since
         self._again = dict(status.again)
         self._avoided = list(status.avoided_nodes)
         told = seen.told.faults if seen.told is not None else ()
         self._faults = node_remedies.believed(seen.job, told, seen.pods, seen.unix_s)
         leaving = sum(one.metadata.deletion_timestamp is not None for one in seen.pods)
         self._spares_left = (seen.told.spares if seen.told is not None else 0) - leaving
-        unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
-        self._unheard_s = self._since.seconds("unheard") if unanswered else 0.0
+        self._is_unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
+        self._unheard_s = self._since.seconds("unheard") if self._is_unanswered else 0.0
 
     def made(self) -> list[Action]:
         """All actions, the status first."""
@@ -187,7 +192,7 @@ class _Plan:
     @property
     def _may_be_ending(self) -> bool:
         """Whether the job's controller has just fallen silent: as the job ends, or for a moment."""
-        return bool(self._status.state) and 0.0 < self._unheard_s <= GONE_S
+        return bool(self._status.state) and self._is_unanswered and self._unheard_s <= GONE_S
 
     def _begin_again(self) -> None:
         told = [end for _, end in sorted(self._ends.items()) if end.kind in ("again", "killed")]
@@ -210,11 +215,31 @@ class _Plan:
             before = self._again.get(str(index), Again())
             if before.pod != self._pods[index].metadata.uid:
                 self._again[str(index)] = Again(times=before.times + 1, pod=self._pods[index].metadata.uid)
-                self._killed += end.kind == "killed"
+                if end.kind == "killed":
+                    self._count_killed()
                 if end.category == _INFRASTRUCTURE:
                     self._avoid([self._pods[index].spec.node_name])
-        if self._killed > self._job.spec.pod_restart_limit:
-            self._end("Failed", "PodRestartLimit", f"launchers were killed {self._killed} times")
+        if self._is_at_limit and not self._may_go_on:
+            self._end(
+                "Failed", "PodRestartLimit", f"launchers were killed {self._killed} times within an hour"
+            )
+
+    def _count_killed(self) -> None:
+        if self._seen.unix_s - self._killed_since >= HOUR_S:
+            self._killed, self._killed_since = 0, int(self._seen.unix_s)
+        self._killed += 1
+
+    @property
+    def _is_at_limit(self) -> bool:
+        """Whether too many launchers were killed within the hour."""
+        within = self._seen.unix_s - self._killed_since < HOUR_S
+        return within and self._killed > self._job.spec.pod_restart_limit
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether the job's controller says that it goes on, or has just fallen silent."""
+        told = self._seen.told
+        return self._may_be_ending if told is None else told.state not in _NOT_GOING_ON
 
     def _avoid(self, nodes: Collection[str]) -> None:
         """Pods that are made from now on come to these nodes only where no other is free."""
@@ -243,10 +268,16 @@ class _Plan:
     def _ended_pod(self, pod: Pod) -> Iterator[EndPod]:
         end, uid = self._ends.get(pod.index), pod.metadata.uid
         if pod.metadata.deletion_timestamp is not None:
-            if self._since.seconds(("ends", uid)) > FORGET_S and self._is_unheard(pod):
+            if (
+                self._since.seconds(("ends", uid)) > FORGET_S
+                and self._is_unheard(pod)
+                and self._has_ended(pod)
+            ):
                 yield self._ends_pod(pod, "its node is lost", now=True)
         elif not self._is_current(pod):
             yield self._ends_pod(pod, "it is of an earlier attempt, or one too many")
+        elif end is not None and end.kind == "killed" and self._is_at_limit:
+            pass  # the job goes on without it
         elif end is not None:
             noted = self._status.again.get(str(pod.index), Again())
             first_s = _AGAIN_S if end.kind == "again" else _AGAIN_S / 4
@@ -257,7 +288,7 @@ class _Plan:
         elif pod.spec.node_name in self._status.excluded_nodes and self._spares_left > 0:
             self._spares_left -= 1
             yield self._ends_pod(pod, f"node {pod.spec.node_name} is excluded")
-        elif self._is_told_lost(pod) and self._is_unheard(pod):
+        elif self._job.spec.pods > 1 and self._is_told_lost(pod) and self._is_unheard(pod):
             yield self._ends_pod(pod, "its node is lost, as the job and the cluster say", now=True)
 
     def _ends_pod(self, pod: Pod, why: str, *, now: bool = False) -> EndPod:
@@ -275,6 +306,17 @@ class _Plan:
     def _is_silent(self, name: str) -> bool:
         node = self._seen.nodes.get(name)
         return node is None or not node.is_ready
+
+    def _has_ended(self, pod: Pod) -> bool:
+        """Whether a pod whose node is not heard may be taken for ended: not against the job's word.
+
+        A job whose only pod is cut off has no word: then somebody has to say that the node is out of service.
+        """
+        node = self._seen.nodes.get(pod.spec.node_name)
+        if node is not None and node.taint(OUT_OF_SERVICE) is not None:
+            return True
+        goes_on = self._seen.told is not None and self._seen.told.state == RUNNING
+        return self._job.spec.pods > 1 and (not goes_on or self._is_told_lost(pod))
 
     def _is_told_lost(self, pod: Pod) -> bool:
         return any(one.kind == "lost" and one.node == pod.spec.node_name for one in self._faults)
@@ -309,6 +351,7 @@ class _Plan:
             observed_generation=job.metadata.generation,
             attempt=self._attempt,
             killed=self._killed,
+            killed_since=self._killed_since,
             running=f"{running}/{job.spec.pods}",
             nodes=nodes,
             former_nodes=list(dict.fromkeys(former))[-_MOST_FORMER:],

@@ -209,7 +209,8 @@ class JobStatus(_Read, frozen=True, omit_defaults=True):
     message: str = ""
     observed_generation: int = 0
     attempt: int = 0
-    killed: int = 0
+    killed: int = 0  # launchers, within an hour from `killed_since`, which is Unix time
+    killed_since: int = 0
     running: str = ""  # "3/4": how many pods run, and how many there are to be
     nodes: list[str] = []  # by index; "-" where a pod has no node
     former_nodes: list[str] = []

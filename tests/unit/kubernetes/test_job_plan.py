@@ -6,7 +6,7 @@ import pytest
 from tests.unit.kubernetes.virtual_cluster import VirtualCluster, training_job
 
 from keepstep.kubernetes.actions import EndPod, Make, Report
-from keepstep.kubernetes.job_plan import reconcile
+from keepstep.kubernetes.job_plan import OUT_OF_SERVICE, reconcile
 
 SILENT = ("NoAnswer", "10.0.0.1:29400: refused")
 LOST = "keepstep: exit code 75 (infrastructure): a node was lost; nodes blamed: n[1-2]; incident 0003: CRASH"
@@ -142,6 +142,51 @@ def test_killed_launchers_are_counted() -> None:
     assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "PodRestartLimit")
 
 
+def test_killed_launchers_are_counted_within_an_hour() -> None:
+    cluster = running(podRestartLimit=2)
+    for _ in range(6):
+        cluster.end("train-1", 137)
+        cluster.settle(400, step_s=5)
+        cluster.now_s += 1500
+    assert cluster.status["phase"] == "Running"
+    assert cluster.status["killed"] <= 2
+
+
+@pytest.mark.parametrize("state", ["running", "recovering", ""])
+def test_at_the_limit_a_job_that_goes_on_is_not_ended_and_its_pod_not_made_again(state: str) -> None:
+    cluster = running(podRestartLimit=2)
+    cluster.tells()
+    for _ in range(3):
+        cluster.end("train-1", 137)
+        cluster.settle(20)
+    cluster.trouble = SILENT
+    cluster.tells(state=state)
+    if not state:
+        cluster.told = None
+    cluster.settle(50)
+    assert cluster.status["phase"] == "Running"
+    assert cluster.made.count("train-1") == 3
+    cluster.tells()
+    cluster.now_s += 3600
+    cluster.settle(310)
+    assert cluster.made.count("train-1") == 4
+    assert cluster.status["phase"] == "Running"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(137, ""), (75, LOST), (1, "keepstep: exit code 1 (training): rank 1 failed")]
+)
+def test_a_pod_that_ends_because_it_is_deleted_says_nothing(code: int, message: str) -> None:
+    cluster = running()
+    cluster.pods["train-1"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.end("train-1", code, message)
+    cluster.settle(2)
+    del cluster.pods["train-1"]
+    cluster.settle(5)
+    assert (cluster.status["phase"], cluster.status.get("killed", 0)) == ("Running", 0)
+    assert cluster.status.get("attempt", 0) == 0
+
+
 def test_a_pod_that_ends_alone_with_75_begins_again_later_each_time() -> None:
     cluster = running()
     cluster.tells()
@@ -272,6 +317,30 @@ def test_a_node_that_the_job_calls_lost_too_is_not_waited_for() -> None:
     cluster.tells(("n2", "lost", 1), state="running")
     cluster.settle(3)
     assert cluster.made.count("train-2") == 2
+
+
+def test_a_pod_is_not_forgotten_while_its_job_says_that_it_runs() -> None:
+    cluster = running()
+    cluster.tells()
+    cluster.lose("n2")
+    cluster.evict("train-2")
+    cluster.settle(100)
+    assert cluster.made.count("train-2") == 1
+    cluster.tells(state="checking")
+    cluster.settle(3)
+    assert cluster.made.count("train-2") == 2
+
+
+def test_the_only_pod_of_a_job_is_not_forgotten_before_its_node_is_out_of_service() -> None:
+    cluster = running(nodes=1, spares=0)
+    cluster.lose("n0")
+    cluster.evict("train-0")
+    cluster.trouble = SILENT
+    cluster.settle(200)
+    assert cluster.made == ["train-0"]
+    cluster.nodes["n0"]["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "effect": "NoExecute"}]
+    cluster.settle(3)
+    assert cluster.made == ["train-0", "train-0"]
 
 
 def test_pods_of_many_silent_nodes_are_left_alone() -> None:
