@@ -23,12 +23,19 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
     members = {launcher.node for launcher in rendezvous.placements}
     state = controller.state(now_s)
     playing = members if state is JobState.RUNNING else set[str]()
-    faults = [
-        FaultyNode(one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT])
-        for found in recent
-        for one in faults_of(found, members)
-        if one.kind != "told" and not (one.kind == "lost" and one.node in playing)
-    ]
+    faults: list[FaultyNode] = []
+    for found in reversed(recent):
+        own = [
+            FaultyNode(
+                one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT]
+            )
+            for one in faults_of(found, members)
+            if one.kind != "told" and not (one.kind == "lost" and one.node in playing)
+        ]
+        if (
+            len(own) + len(faults) <= MOST_FAULTS
+        ):  # as a whole or not at all: how many nodes it blames matters
+            faults = own + faults
     return Overview(
         state=state.value,
         nodes=len(rendezvous.placements),
@@ -36,7 +43,7 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
         step=controller.cluster.newest_step,
         incarnation=controller.reforming.incarnation,
         verdict=_headline(recent[-1]) if recent else "",
-        faults=tuple(faults[-MOST_FAULTS:]),
+        faults=tuple(faults),
     )
 
 

@@ -67,6 +67,16 @@ def test_only_the_last_incidents_are_kept() -> None:
     assert len(encode(told)) < 1 << 16
 
 
+def test_an_incident_is_told_as_a_whole_or_not_at_all() -> None:
+    stage = Stage(3)
+    register = stage.controller.cases.desk.register
+    for number, count in enumerate([1, 70, 40, 30, 20]):
+        culprits = tuple(replace(SLOW.culprits[0], node=f"gpu-{one + 9}") for one in range(count))
+        register.restore(replace(SLOW, number=number, culprits=culprits))
+    told = [one.incident for one in overview(stage).faults]
+    assert {one: told.count(one) for one in told} == {0: 1, 3: 30, 4: 20}
+
+
 def test_a_controller_that_the_job_has_left_says_where_it_is() -> None:
     stage = Stage(3, missing=1)
     assert overview(stage).state == "created"
