@@ -119,9 +119,7 @@ class _Plan:
         actions: list[Action] = []
         if status != job.status:
             namespace, name = job.key
-            actions.append(
-                Report(namespace, name, job.metadata.resource_version, status, self._is_urgent(status))
-            )
+            actions.append(Report(namespace, name, status, self._is_urgent(status)))
             if status.phase != job.status.phase and status.phase in (*ENDS, "Restarting"):
                 actions.append(self._told(status))
         return [*actions, *doings, *node_remedies.orders(job, seen.nodes)]

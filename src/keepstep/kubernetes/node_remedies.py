@@ -47,7 +47,7 @@ _MOST_TEXT = 500
 class Cluster:
     """All nodes by name; the job's, now or earlier; most that may be done; Unix time now.
 
-    ``tainted``: nodes that get our taint in this round, by jobs that were looked at before this one.
+    ``tainted``: nodes that are to get our taint, by the orders of any job.
     """
 
     nodes: Mapping[str, Node]
@@ -215,7 +215,8 @@ def _why_no_taint(name: str, cluster: Cluster) -> str:
         for one in cluster.nodes.values()
         if any(_is_ours(one, key) for key in TAINTS.values())
     }
-    if name not in ours and len(ours | cluster.tainted) >= max(1, len(cluster.nodes) // 10):
+    taken = ours | cluster.tainted
+    if name not in taken and len(taken) >= max(1, len(cluster.nodes) // 10):
         return "a tenth of the cluster's nodes are tainted already"
     return ""
 

@@ -404,6 +404,13 @@ def test_a_definition_that_drops_the_status_stops_and_does_not_loop() -> None:
     assert not any(isinstance(one, Make) for one in cluster.actions[-10:])
 
 
+def test_a_category_of_any_length_does_not_get_into_the_reason() -> None:
+    cluster = running()
+    cluster.end("train-0", 1, f"keepstep: exit code 1 ({'x' * 5000}): failed")
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "ContainerFailed")
+
+
 def test_what_the_api_server_refuses_is_in_the_status() -> None:
     cluster = VirtualCluster()
     seen = cluster.seen()

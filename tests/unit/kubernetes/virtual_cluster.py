@@ -68,6 +68,7 @@ class VirtualCluster:
     since: Since = field(default_factory=Since)
     detected: dict[int, float] = field(default_factory=dict)
     _count: int = 1
+    _read: str = ""  # version of the job at the last look
 
     # --- what the operator sees and does ----------------------------------------------------------------------------
 
@@ -93,6 +94,7 @@ class VirtualCluster:
         since = since or self.since
         since.turn(self.now_s)
         seen = (view or self).seen(since)
+        self._read = seen.job.metadata.resource_version
         actions = [*node_remedies.tidied(seen.nodes.values()), *reconcile(seen)]
         for one in actions:
             if not self.refuses(one):
@@ -140,7 +142,7 @@ class VirtualCluster:
             pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
     def _report(self, action: Report) -> None:
-        if action.version == self.job["metadata"]["resourceVersion"]:
+        if self._read == self.job["metadata"]["resourceVersion"]:
             self.job["status"] = msgspec.to_builtins(action.status)
             self.job["metadata"]["resourceVersion"] = self._next()
 
