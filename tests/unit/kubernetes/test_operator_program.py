@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("lightkube")
 
@@ -15,11 +18,13 @@ from lightkube import ApiError
 from lightkube.models.meta_v1 import Status
 
 from keepstep.cli import main
+from keepstep.core.errors import UsageError
 from keepstep.kubernetes import program
 from keepstep.kubernetes.actions import Make
 from keepstep.kubernetes.node_remedies import VALUE
 from keepstep.kubernetes.objects import Fault, JobSpec, JobStatus, TrainingJob
 
+OPERATOR = Path(__file__).parents[3] / "deploy/kubernetes/operator/operator.yaml"
 NODE = {
     "metadata": {"name": "gpu-7", "resourceVersion": "5"},
     "spec": {
@@ -181,6 +186,23 @@ def test_command_lines_that_cannot_be_used(
 ) -> None:
     assert main(["operator", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_nothing_is_tainted_before_somebody_says_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[str] = []
+
+    def operator(*_: Any, **given: Any) -> None:
+        most.append(given["most"])
+        raise UsageError("that is enough")
+
+    client = SimpleNamespace(namespace="ml")
+    monkeypatch.setattr("keepstep.kubernetes.api.client_from_environment", lambda: client)
+    monkeypatch.setattr(program, "Operator", operator)
+    shipped = yaml.safe_load_all(OPERATOR.read_text())
+    (deployment,) = [one for one in shipped if one["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert [main(["operator"]), main([*container["command"][1:], *container["args"]])] == [2, 2]
+    assert most == ["advise", "advise"]
 
 
 def test_without_a_cluster_it_says_so(
