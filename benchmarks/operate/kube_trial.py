@@ -44,6 +44,8 @@ def install(bed: KubeBed) -> None:
     for name in ("namespace", "crd", "jobs/role", "operator"):
         for one in yaml.safe_load_all((MANIFESTS / f"{name}.yaml").read_text()):
             if one["kind"] == "Deployment":
+                (container,) = one["spec"]["template"]["spec"]["containers"]
+                container["args"].append("--node-remedy=auto")
                 one["spec"]["template"]["spec"] |= {
                     "nodeSelector": {"kubernetes.io/hostname": _ITS_NODE},
                     "tolerations": [{"key": _KEPT, "operator": "Exists"}],

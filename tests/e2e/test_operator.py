@@ -50,7 +50,7 @@ def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: 
     faulty = cluster.faulty
     faulty.refuse("PUT", "trainingjobs/train/status", 409, 3)
     faulty.refuse("POST", "namespaces/default/pods", 500, 2)
-    cluster.start()
+    cluster.start("--node-remedy=auto")
     cluster.train(2000, nodeRemedy="auto")
     cluster.trains()
     (broken,) = cluster.rank_nodes(1)
@@ -67,7 +67,7 @@ def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: 
     until(lambda: len(cluster.taints(broken)) == 2, "the node's taint", 30)
     assert cluster.taints(broken) == {
         "example.com/gpu": "PreferNoSchedule",
-        "keepstep.dev/hardware": "NoExecute",
+        "keepstep.dev/hardware": "NoSchedule",
     }
     until(
         lambda: len(cluster.nodes_of_pods()) == 4 and broken not in cluster.nodes_of_pods().values(),
@@ -122,7 +122,7 @@ def test_a_dry_run_only_says_what_it_would_do(cluster: Operated) -> None:
 @pytest.mark.long
 def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Operated) -> None:
     """Kubernetes itself would wait for five minutes."""
-    cluster.start()
+    cluster.start("--node-remedy=auto")
     cluster.train(2000, nodeRemedy="auto")
     cluster.trains()
     until(lambda: cluster.watched() == "True", "the operator has asked the job", 60)
@@ -134,7 +134,7 @@ def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Oper
     until(lambda: cluster.uid(name) not in ("", gone), "its pod is made again", 90)
     until(lambda: len(cluster.nodes_of_pods()) == 4, "4 pods run", 60)
     assert lost not in cluster.nodes_of_pods().values()
-    until(lambda: cluster.taints(lost) == {"keepstep.dev/lost": "NoExecute"}, "the node's taint", 30)
+    until(lambda: cluster.taints(lost) == {"keepstep.dev/lost": "NoSchedule"}, "the node's taint", 30)
     assert "KeepstepLost" in cluster.conditions(lost)
     cluster.trains()
     status = cluster.status()

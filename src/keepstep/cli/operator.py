@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--node-remedy",
         choices=("off", "advise", "auto"),
-        default="auto",
-        help="the most that is done about bad nodes, whatever jobs want (default: auto)",
+        default="advise",
+        help="the most that is done about bad nodes, whatever jobs want (default: advise)",
     )
     parser.add_argument(
         "--clear", metavar="NODE", help="remove keepstep's conditions and taints from a node, and end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep.control.controller import Controller
+from keepstep.control.membership.transitions import JobState
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.launch.schedulers.node_faults import faults_of
@@ -20,20 +21,29 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
         return controller.placing.elsewhere
     recent = list(controller.cases.desk.register.recent.values())
     members = {launcher.node for launcher in rendezvous.placements}
-    faults = [
-        FaultyNode(one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT])
-        for found in recent
-        for one in faults_of(found, members)
-        if one.kind != "told"
-    ]
+    state = controller.state(now_s)
+    playing = members if state is JobState.RUNNING else set[str]()
+    faults: list[FaultyNode] = []
+    for found in reversed(recent):
+        own = [
+            FaultyNode(
+                one.node, one.kind, one.incident, found.detected_unix_s, one_line(one.text)[:_MOST_TEXT]
+            )
+            for one in faults_of(found, members)
+            if one.kind != "told" and not (one.kind == "lost" and one.node in playing)
+        ]
+        if (
+            len(own) + len(faults) <= MOST_FAULTS
+        ):  # as a whole or not at all: how many nodes it blames matters
+            faults = own + faults
     return Overview(
-        state=controller.state(now_s).value,
+        state=state.value,
         nodes=len(rendezvous.placements),
         spares=len(rendezvous.spares),
         step=controller.cluster.newest_step,
         incarnation=controller.reforming.incarnation,
         verdict=_headline(recent[-1]) if recent else "",
-        faults=tuple(faults[-MOST_FAULTS:]),
+        faults=tuple(faults),
     )
 
 

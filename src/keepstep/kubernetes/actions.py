@@ -40,7 +40,6 @@ class Report:
 
     namespace: str
     name: str
-    version: str
     status: JobStatus
     is_urgent: bool  # what is to be done next depends on it
 

@@ -41,12 +41,18 @@ class Asked:
         self._port = port
         self._last: tuple[str, int] | None = None  # where it answered last
         self._turn = 0
+        self._asked: set[str] = set()  # addresses, since the job was heard last
         self.trouble = ""  # why there is no answer
 
     async def ask(self, addresses: Sequence[str], secret: bytes, run_id: str) -> wire.Overview | None:
-        """How the job stands. ``addresses``: of its pods, by index; None where nobody answers."""
+        """How the job stands. ``addresses``: of its pods, by index; None where nobody answers.
+
+        A controller that waits to begin answers for the job only once all others have been asked: the job may be there.
+        """
         found: wire.Overview | None = None
+        self._asked &= set(addresses)
         for address in self._candidates(addresses):
+            self._asked.add(address[0])
             answer = await self._one(address, secret, run_id)
             if isinstance(answer, wire.Moved):
                 # Only to a pod of the job: the secret proves who says so, and not that it is right.
@@ -57,10 +63,12 @@ class Asked:
                 self.trouble = ""
                 if answer.state != "created":
                     self._last = address
+                    self._asked.clear()
                     return answer
-                found = (
-                    found or answer
-                )  # a later controller may wait at the old address while the job is elsewhere
+                found = found or answer
+        if found is not None and not self._asked.issuperset(addresses):
+            self.trouble = "a controller waits to begin, and not all pods have been asked yet"
+            return None
         return found
 
     def _candidates(self, addresses: Sequence[str]) -> list[tuple[str, int]]:

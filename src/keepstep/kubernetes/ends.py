@@ -10,7 +10,7 @@ from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.log_lines import one_line
 from keepstep.kubernetes.objects import Pod
 
-_TOLD = re.compile(r"keepstep: exit code (\d{1,3}) \((\w+)\)")
+_TOLD = re.compile(r"keepstep: exit code (\d{1,3}) \((\w{1,40})\)")
 _BLAMED = re.compile(r"; nodes blamed: ([^;]{1,20000})")
 _MOST_TEXT = 1000
 EndKind = Literal["finished", "again", "killed", "gone", "failed"]
@@ -47,6 +47,8 @@ def end_of(pod: Pod) -> End | None:
     text = short(ended.message) if told else f"exit code {ended.exit_code}"
     if ended.exit_code == 0:
         return End("finished", text)
+    if pod.metadata.deletion_timestamp is not None:
+        return End("gone", text)
     if pod.status.reason:
         return End("failed", short(f"{pod.status.reason}: {pod.status.message}"))
     if ended.exit_code == TEMPORARY_FAILURE:

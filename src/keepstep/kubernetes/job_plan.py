@@ -30,7 +30,7 @@ from keepstep.kubernetes.objects import (
     Remedy,
     TrainingJob,
 )
-from keepstep.kubernetes.pods import pod_name, pod_of, service_of
+from keepstep.kubernetes.pods import JOIN_S, pod_name, pod_of, service_of
 from keepstep.kubernetes.since import Since
 from keepstep.launch.schedulers.slurm import expand_nodes
 from keepstep.wire.messages import Overview
@@ -43,8 +43,12 @@ _AGAIN_S, _LONGEST_S = (
     300.0,
 )  # a pod that ends with 75 begins again so much later, twice as much each time
 _MOST_FORMER = 1000
+HOUR_S = 3600.0  # killed launchers are counted within it
+RUNNING = "running"  # the state of a job all of whose ranks train
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+"""Taint with which somebody says that a node is shut down for certain."""
 NO_NODE = "-"
 """In the status, the node of a pod that has none."""
 NO_ANSWER = "NoAnswer"
@@ -90,30 +94,32 @@ class _Plan:
         self._ends = {index: end for index, one in self._pods.items() if (end := end_of(one)) is not None}
         self._phase: Phase = status.phase
         self._reason, self._message = status.reason, status.message
-        self._attempt, self._killed = status.attempt, status.killed
+        self._attempt = status.attempt
+        self._killed, self._killed_since = status.killed, status.killed_since
         self._again = dict(status.again)
         self._avoided = list(status.avoided_nodes)
-        unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
-        self._unheard_s = self._since.seconds("unheard") if unanswered else 0.0
+        told = seen.told.faults if seen.told is not None else ()
+        self._faults = node_remedies.believed(seen.job, told, seen.pods, seen.unix_s)
+        leaving = sum(one.metadata.deletion_timestamp is not None for one in seen.pods)
+        self._spares_left = (seen.told.spares if seen.told is not None else 0) - leaving
+        self._is_unanswered = seen.told is None and seen.trouble[0] == NO_ANSWER
+        self._unheard_s = self._since.seconds("unheard") if self._is_unanswered else 0.0
 
     def made(self) -> list[Action]:
         """All actions, the status first."""
         job, seen = self._job, self._seen
         over = job.status.phase in ENDS
         doings = list(self._after_the_end() if over else self._course())
-        told = seen.told.faults if seen.told is not None else ()
         used = {one.spec.node_name for one in seen.pods} | {*job.status.nodes, *job.status.former_nodes}
         cluster = node_remedies.Cluster(
             seen.nodes, used - {"", NO_NODE}, seen.most, seen.unix_s, seen.tainted
         )
-        faults = node_remedies.judged(job, () if over else told, cluster)
+        faults = node_remedies.judged(job, () if over else self._faults, cluster)
         status = self._written(faults)
         actions: list[Action] = []
         if status != job.status:
             namespace, name = job.key
-            actions.append(
-                Report(namespace, name, job.metadata.resource_version, status, self._is_urgent(status))
-            )
+            actions.append(Report(namespace, name, status, self._is_urgent(status)))
             if status.phase != job.status.phase and status.phase in (*ENDS, "Restarting"):
                 actions.append(self._told(status))
         return [*actions, *doings, *node_remedies.orders(job, seen.nodes)]
@@ -121,15 +127,21 @@ class _Plan:
     # --- what becomes of the job ------------------------------------------------------------------------------------
 
     def _course(self) -> Iterator[Action]:
-        finished = next((end for end in self._ends.values() if end.kind == "finished"), None)
-        failed = next((end for _, end in sorted(self._ends.items()) if end.kind == "failed"), None)
-        if finished is not None:
-            if not self._active or self._since.seconds("finishing") > FINISH_S:
-                self._end("Succeeded", "Finished", finished.text)
-            else:
-                self._stands("Running", "Finishing", "")
-        elif failed is not None:
+        ends = [end for _, end in sorted(self._ends.items())]
+        finished = [end for end in ends if end.kind == "finished"]
+        failed = next((end for end in ends if end.kind == "failed"), None)
+        # A spare that was not used ends with 0 whenever the job does not end with 75: its 0 alone proves nothing.
+        unproven = len(finished) <= self._job.spec.spares
+        stopped = next((end for end in ends if end.kind == "killed" and end.category and unproven), None)
+        if failed is not None:
             self._end("Failed", _reason(failed), failed.text)
+        elif finished:
+            if self._active and self._since.seconds("finishing") <= FINISH_S:
+                self._stands("Running", "Finishing", "")
+            elif stopped is not None:
+                self._end("Failed", _reason(stopped), stopped.text)
+            else:
+                self._end("Succeeded", "Finished", finished[0].text)
         elif self._has_ended_as_a_whole:
             self._begin_again()
         else:
@@ -156,12 +168,15 @@ class _Plan:
             return False
         return not self._active or (
             self._controller_is_gone
-            and all(
-                pod.status.phase == "Pending"
-                or self._times(index)
-                or pod.metadata.deletion_timestamp is not None
-                for index, pod in self._active.items()
-            )
+            and all(self._waits_to_begin(index, pod) for index, pod in self._active.items())
+        )
+
+    def _waits_to_begin(self, index: int, pod: Pod) -> bool:
+        """Whether a pod is no part of a job that went on; one that has run for long does not wait for others."""
+        return (
+            pod.status.phase == "Pending"
+            or pod.metadata.deletion_timestamp is not None
+            or (self._times(index) > 0 and self._seen.unix_s - pod.started_unix_s < JOIN_S)
         )
 
     @property
@@ -175,7 +190,7 @@ class _Plan:
     @property
     def _may_be_ending(self) -> bool:
         """Whether the job's controller has just fallen silent: as the job ends, or for a moment."""
-        return bool(self._status.state) and 0.0 < self._unheard_s <= GONE_S
+        return bool(self._status.state) and self._is_unanswered and self._unheard_s <= GONE_S
 
     def _begin_again(self) -> None:
         told = [end for _, end in sorted(self._ends.items()) if end.kind in ("again", "killed")]
@@ -198,11 +213,31 @@ class _Plan:
             before = self._again.get(str(index), Again())
             if before.pod != self._pods[index].metadata.uid:
                 self._again[str(index)] = Again(times=before.times + 1, pod=self._pods[index].metadata.uid)
-                self._killed += end.kind == "killed"
+                if end.kind == "killed":
+                    self._count_killed()
                 if end.category == _INFRASTRUCTURE:
                     self._avoid([self._pods[index].spec.node_name])
-        if self._killed > self._job.spec.pod_restart_limit:
-            self._end("Failed", "PodRestartLimit", f"launchers were killed {self._killed} times")
+        if self._is_at_limit and not self._may_go_on:
+            self._end(
+                "Failed", "PodRestartLimit", f"launchers were killed {self._killed} times within an hour"
+            )
+
+    def _count_killed(self) -> None:
+        if self._seen.unix_s - self._killed_since >= HOUR_S:
+            self._killed, self._killed_since = 0, int(self._seen.unix_s)
+        self._killed += 1
+
+    @property
+    def _is_at_limit(self) -> bool:
+        """Whether too many launchers were killed within the hour."""
+        within = self._seen.unix_s - self._killed_since < HOUR_S
+        return within and self._killed > self._job.spec.pod_restart_limit
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether the job's controller says that it goes on, or has just fallen silent."""
+        told = self._seen.told
+        return self._may_be_ending if told is None else told.state not in _NOT_GOING_ON
 
     def _avoid(self, nodes: Collection[str]) -> None:
         """Pods that are made from now on come to these nodes only where no other is free."""
@@ -231,10 +266,16 @@ class _Plan:
     def _ended_pod(self, pod: Pod) -> Iterator[EndPod]:
         end, uid = self._ends.get(pod.index), pod.metadata.uid
         if pod.metadata.deletion_timestamp is not None:
-            if self._since.seconds(("ends", uid)) > FORGET_S and self._is_unheard(pod):
+            if (
+                self._since.seconds(("ends", uid)) > FORGET_S
+                and self._is_unheard(pod)
+                and self._has_ended(pod)
+            ):
                 yield self._ends_pod(pod, "its node is lost", now=True)
         elif not self._is_current(pod):
             yield self._ends_pod(pod, "it is of an earlier attempt, or one too many")
+        elif end is not None and end.kind == "killed" and self._is_at_limit:
+            pass  # the job goes on without it
         elif end is not None:
             noted = self._status.again.get(str(pod.index), Again())
             first_s = _AGAIN_S if end.kind == "again" else _AGAIN_S / 4
@@ -242,9 +283,10 @@ class _Plan:
             waited = self._since.seconds(("ended", uid)) >= wait_s
             if noted.pod == uid and waited and not (end.kind == "again" and self._may_be_ending):
                 yield self._ends_pod(pod, f"it is made again; {end.text}")
-        elif pod.spec.node_name in self._status.excluded_nodes:
+        elif pod.spec.node_name in self._status.excluded_nodes and self._spares_left > 0:
+            self._spares_left -= 1
             yield self._ends_pod(pod, f"node {pod.spec.node_name} is excluded")
-        elif self._is_told_lost(pod) and self._is_unheard(pod):
+        elif self._job.spec.pods > 1 and self._is_told_lost(pod) and self._is_unheard(pod):
             yield self._ends_pod(pod, "its node is lost, as the job and the cluster say", now=True)
 
     def _ends_pod(self, pod: Pod, why: str, *, now: bool = False) -> EndPod:
@@ -263,9 +305,19 @@ class _Plan:
         node = self._seen.nodes.get(name)
         return node is None or not node.is_ready
 
+    def _has_ended(self, pod: Pod) -> bool:
+        """Whether a pod whose node is not heard may be taken for ended: not against the job's word.
+
+        A job whose only pod is cut off has no word: then somebody has to say that the node is out of service.
+        """
+        node = self._seen.nodes.get(pod.spec.node_name)
+        if node is not None and node.taint(OUT_OF_SERVICE) is not None:
+            return True
+        goes_on = self._seen.told is not None and self._seen.told.state == RUNNING
+        return self._job.spec.pods > 1 and (not goes_on or self._is_told_lost(pod))
+
     def _is_told_lost(self, pod: Pod) -> bool:
-        told = self._seen.told.faults if self._seen.told is not None else ()
-        return any(one.kind == "lost" and one.node == pod.spec.node_name for one in told)
+        return any(one.kind == "lost" and one.node == pod.spec.node_name for one in self._faults)
 
     def _after_the_end(self) -> Iterator[Action]:
         """Pods that have not begun are ended at once, others that have not ended a while later."""
@@ -297,6 +349,7 @@ class _Plan:
             observed_generation=job.metadata.generation,
             attempt=self._attempt,
             killed=self._killed,
+            killed_since=self._killed_since,
             running=f"{running}/{job.spec.pods}",
             nodes=nodes,
             former_nodes=list(dict.fromkeys(former))[-_MOST_FORMER:],

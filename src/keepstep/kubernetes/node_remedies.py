@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.core.log_lines import one_line
-from keepstep.kubernetes.actions import Action, Mark, SetTaints, Tell, Unmark
-from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Remedy, Taint, TrainingJob
+from keepstep.kubernetes.actions import Action, Mark, Object, SetTaints, Tell, Unmark
+from keepstep.kubernetes.objects import GROUP, Fault, FaultKind, Node, Pod, Remedy, Taint, TrainingJob
 from keepstep.launch.schedulers.node_faults import DrainBudget
 from keepstep.wire.messages import FaultyNode
 
@@ -24,14 +24,20 @@ CONDITIONS: Mapping[FaultKind, str] = {
     "hardware": "KeepstepHardware",
     "lost": "KeepstepLost",
 }
-TAINTS: Mapping[FaultKind, tuple[str, str]] = {  # key and effect
-    "slow": (f"{GROUP}/fail-slow", "NoSchedule"),  # pods of other jobs may stay
-    "hardware": (f"{GROUP}/hardware", "NoExecute"),
-    "lost": (f"{GROUP}/lost", "NoExecute"),
+TAINTS: Mapping[FaultKind, str] = {
+    "slow": f"{GROUP}/fail-slow",
+    "hardware": f"{GROUP}/hardware",
+    "lost": f"{GROUP}/lost",
 }
+EFFECT = "NoSchedule"
+"""Of our taints: pods of other jobs may go on, as under a drain of Slurm's."""
+CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
+"""A node that has one of these labels gets no taint."""
 VALUE = "keepstep-operator"
 """The value of our taints: one with another value is somebody else's."""
 REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
+LOST_S = 600.0
+"""A node was lost no longer ago than this: later, that its kubelet is not heard proves nothing about it."""
 _ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
 _MOST_FAULTS = 200
 _MOST_TEXT = 500
@@ -41,7 +47,7 @@ _MOST_TEXT = 500
 class Cluster:
     """All nodes by name; the job's, now or earlier; most that may be done; Unix time now.
 
-    ``tainted``: nodes that get our taint in this round, by jobs that were looked at before this one.
+    ``tainted``: nodes that are to get our taint, by the orders of any job.
     """
 
     nodes: Mapping[str, Node]
@@ -54,6 +60,30 @@ class Cluster:
 def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
     """What is to be done about bad nodes of a job: what it wants, and no more than the operator may."""
     return min(job.spec.node_remedy, most, key=_ORDER.__getitem__)
+
+
+def believed(
+    job: TrainingJob, told: Sequence[FaultyNode], pods: Sequence[Pod], unix_s: float
+) -> list[FaultyNode]:
+    """What a job tells of nodes, without what is of an earlier run in its folder, and what is lost no more.
+
+    Nothing where the job's template names a node: a user could have any node called bad.
+    """
+    pod: Object = job.spec.template.get("spec") or {}
+    if pod.get("nodeName"):
+        return []
+    return [
+        one
+        for one in told
+        if one.unix_s >= job.metadata.created_unix_s
+        and (one.kind != "lost" or _is_lost_still(one, pods, unix_s))
+    ]
+
+
+def _is_lost_still(fault: FaultyNode, pods: Sequence[Pod], unix_s: float) -> bool:
+    """Whether a node was lost a short while ago, and no pod was made since that has come to it."""
+    later = (one for one in pods if one.metadata.created_unix_s >= fault.unix_s)
+    return unix_s - fault.unix_s < LOST_S and all(one.spec.node_name != fault.node for one in later)
 
 
 def judged(job: TrainingJob, told: Sequence[FaultyNode], cluster: Cluster) -> list[Fault]:
@@ -110,13 +140,13 @@ def orders(job: TrainingJob, nodes: Mapping[str, Node]) -> Iterator[Action]:
                 {"apiVersion": "v1", "kind": "Node", "name": fault.node, "uid": fault.node},
                 *(REASONS[fault.kind], message),
             )
-        elif fault.taint and node.taint(TAINTS[fault.kind][0]) is None and not node.spec.unschedulable:
-            key, effect = TAINTS[fault.kind]
+        elif fault.taint and node.taint(TAINTS[fault.kind]) is None and not node.spec.unschedulable:
+            key = TAINTS[fault.kind]
             yield SetTaints(
                 fault.node,
                 node.metadata.resource_version,
-                (*(node.spec.taints or ()), Taint(key=key, value=VALUE, effect=effect)),
-                f"taint {key}:{effect}: {message}",
+                (*(node.spec.taints or ()), Taint(key=key, value=VALUE, effect=EFFECT)),
+                f"taint {key}:{EFFECT}: {message}",
             )
 
 
@@ -125,7 +155,7 @@ def tidied(nodes: Iterable[Node]) -> Iterator[SetTaints]:
     for node in nodes:
         keys = {
             key: CONDITIONS[kind]
-            for kind, (key, _) in TAINTS.items()
+            for kind, key in TAINTS.items()
             if _is_ours(node, key) and not node.has(CONDITIONS[kind])
         }
         if keys:
@@ -143,7 +173,7 @@ def cleared(node: Node) -> Iterator[Action]:
     for condition in CONDITIONS.values():
         if any(one.type == condition for one in node.status.conditions or ()):
             yield Unmark(node.metadata.name, condition)
-    left = _without(node, {key for key, _ in TAINTS.values()})
+    left = _without(node, set(TAINTS.values()))
     if len(left) < len(node.spec.taints or ()):
         yield SetTaints(node.metadata.name, "", left, "our taints removed")
 
@@ -176,14 +206,17 @@ def _why_no_taint(name: str, cluster: Cluster) -> str:
     node = cluster.nodes.get(name)
     if node is None:
         return "the cluster has no such node"
+    if any(label in (node.metadata.labels or {}) for label in CONTROL_PLANE):
+        return "the node is one of the control plane's"
     if node.spec.unschedulable:
         return "the node is cordoned already"
     ours = {
         one.metadata.name
         for one in cluster.nodes.values()
-        if any(_is_ours(one, key) for key, _ in TAINTS.values())
+        if any(_is_ours(one, key) for key in TAINTS.values())
     }
-    if name not in ours and len(ours | cluster.tainted) >= max(1, len(cluster.nodes) // 10):
+    taken = ours | cluster.tainted
+    if name not in taken and len(taken) >= max(1, len(cluster.nodes) // 10):
         return "a tenth of the cluster's nodes are tainted already"
     return ""
 
@@ -194,7 +227,7 @@ def _moved_on(fault: Fault, node: Node | None) -> Fault:
         return fault
     if node is None:
         return msgspec.structs.replace(fault, state="Cleared", why="the node has left the cluster")
-    marked, key = node.has(CONDITIONS[fault.kind]), TAINTS[fault.kind][0]
+    marked, key = node.has(CONDITIONS[fault.kind]), TAINTS[fault.kind]
     shown = marked and (not fault.taint or node.taint(key) is not None)
     if fault.state == "Done":
         return (

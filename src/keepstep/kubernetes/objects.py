@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -37,9 +38,15 @@ class Meta(_Read, frozen=True):
     uid: str = ""
     resource_version: str = ""
     generation: int = 0
+    creation_timestamp: datetime | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
     owner_references: list[Owner] | None = None
+
+    @property
+    def created_unix_s(self) -> float:
+        """When the API server has made it, by that one's clock; 0 where it does not say."""
+        return self.creation_timestamp.timestamp() if self.creation_timestamp is not None else 0.0
 
 
 class Taint(_Read, frozen=True, omit_defaults=True):
@@ -121,6 +128,7 @@ class _PodStatus(_Read, frozen=True):
     phase: str = "Pending"
     reason: str = ""
     message: str = ""
+    start_time: datetime | None = None
     pod_i_p: str = msgspec.field(default="", name="podIP")
     container_statuses: list[_ContainerStatus] | None = None
 
@@ -141,6 +149,11 @@ class Pod(_Read, frozen=True):
     def attempt(self) -> int:
         """In which attempt of its job it was made; -1 where its labels do not say."""
         return _number((self.metadata.labels or {}).get(ATTEMPT, ""))
+
+    @property
+    def started_unix_s(self) -> float:
+        """When its kubelet took it up, by that one's clock; 0 where it does not say."""
+        return self.status.start_time.timestamp() if self.status.start_time is not None else 0.0
 
     @property
     def terminated(self) -> Terminated | None:
@@ -196,7 +209,8 @@ class JobStatus(_Read, frozen=True, omit_defaults=True):
     message: str = ""
     observed_generation: int = 0
     attempt: int = 0
-    killed: int = 0
+    killed: int = 0  # launchers, within an hour from `killed_since`, which is Unix time
+    killed_since: int = 0
     running: str = ""  # "3/4": how many pods run, and how many there are to be
     nodes: list[str] = []  # by index; "-" where a pod has no node
     former_nodes: list[str] = []

@@ -12,7 +12,8 @@ from keepstep.launch.schedulers.kubernetes import PORT
 _HOST = "kubernetes.io/hostname"
 _SECRET_FOLDER = "/etc/keepstep"
 _VOLUME = "keepstep-secret"
-_JOIN_S = "3600"  # pods may wait for a place on a node
+JOIN_S = 3600
+"""Launchers wait for others so long, as pods may wait for a place on a node."""
 
 Object = dict[str, Any]
 
@@ -128,7 +129,7 @@ def _add_environment(container: Object, index: int, nodes: int) -> None:
     taken = {one["name"] for one in own}
     kept = [one for one in env if one.get("name") not in taken]
     if not any(one.get("name") == "KEEPSTEP_JOIN_TIMEOUT_S" for one in kept):
-        own.append({"name": "KEEPSTEP_JOIN_TIMEOUT_S", "value": _JOIN_S})
+        own.append({"name": "KEEPSTEP_JOIN_TIMEOUT_S", "value": str(JOIN_S)})
     container["env"] = [*own, *kept]  # first, as later ones may refer to them
     container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
 

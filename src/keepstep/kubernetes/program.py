@@ -18,7 +18,7 @@ from keepstep import wire
 from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
 from keepstep.kubernetes import node_remedies
-from keepstep.kubernetes.actions import Action, Make, Object, Report
+from keepstep.kubernetes.actions import Action, Make, Object, Report, SetTaints, Unmark
 from keepstep.kubernetes.api import (
     CONFLICT,
     FAILURES,
@@ -225,7 +225,13 @@ class Operator:
     def _look(self) -> None:
         nodes = {name: one for (_, name), one in self._nodes.found.items()}
         self._start(node_remedies.tidied(nodes.values()))
-        tainted: set[str] = set()
+        tainted = {
+            fault.node
+            for jobs in self._jobs
+            for job in jobs.found.values()
+            for fault in job.status.faults
+            if fault.taint and fault.state == "Ordered"
+        }
         for jobs, pods, services in zip(self._jobs, self._pods, self._services, strict=True):
             if not (jobs.is_complete and pods.is_complete and services.is_complete):
                 continue
@@ -309,12 +315,16 @@ class Operator:
             try:
                 await self._api.do(action, raw)
             except FAILURES as error:
-                if code_of(error) not in (CONFLICT, NOT_THERE):
+                # What was read may be old: of a name that is taken nothing is said before the third time.
+                is_taken = code_of(error) == CONFLICT and isinstance(action, Make)
+                if is_taken or code_of(error) not in (CONFLICT, NOT_THERE):
                     waited_s = self._retry_s.get(text, (0.0, 0.0))[1]
                     wait_s = min(max(2 * waited_s, _FIRST_RETRY_S), _LONGEST_RETRY_S)
                     if len(self._retry_s) > _MOST_REMEMBERED:
                         self._retry_s.clear()
                     self._retry_s[text] = (self._clock() + wait_s, wait_s)
+                    if is_taken and wait_s < 4 * _FIRST_RETRY_S:
+                        return
                     self._speaker.once(f"cannot {text}: {told_by(error)}")
                     if known is not None and isinstance(action, Make) and code_of(error):
                         known.refused = told_by(error)
@@ -376,15 +386,21 @@ class Operator:
 async def clear(client: AsyncClient, name: str, *, dry_run: bool, speaker: Speaker) -> int:
     """Remove all conditions and taints of ours from a node; the exit code."""
     api = Api(client, speaker.once)
-    found = await api.get(NODES, name)
-    if found is None:
-        speaker.say(f"{name}: there is no such node")
-        return 1
-    actions = list(node_remedies.cleared(msgspec.convert(found, Node)))
-    for action in actions:
-        if not dry_run:
-            await api.do(action)
-        speaker.say(f"would do: {action}" if dry_run else str(action))
-    if not actions:
+    count = 0
+    for kind in (
+        Unmark,
+        SetTaints,
+    ):  # read anew each time: an operator removes taints when their condition goes
+        found = await api.get(NODES, name)
+        if found is None:
+            speaker.say(f"{name}: there is no such node")
+            return 1
+        for action in node_remedies.cleared(msgspec.convert(found, Node)):
+            if isinstance(action, kind):
+                if not dry_run:
+                    await api.do(action)
+                speaker.say(f"would do: {action}" if dry_run else str(action))
+                count += 1
+    if not count:
         speaker.say(f"{name}: nothing of keepstep's is there")
     return 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.unit.control.staged_job import Stage
 
+from keepstep.control.membership.transitions import JobState
 from keepstep.control.overview import answer_to_look
 from keepstep.core.incident import Culprit, Incident
 from keepstep.wire import Hello, Look, Moved, Overview
@@ -43,6 +45,17 @@ def test_it_tells_the_newest_incident_and_the_faults_that_are_proven() -> None:
     assert overview(stage).faults == ()
 
 
+def test_a_node_that_plays_ranks_while_the_job_runs_is_not_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(3)
+    lost = replace(SLOW, kind="crash", culprits=(Culprit(rank=None, node="gpu-1", cause="node lost"),))
+    stage.controller.cases.desk.register.restore(lost)
+    assert [one.kind for one in overview(stage).faults] == ["lost"]
+    monkeypatch.setattr(stage.controller, "state", lambda _: JobState.RUNNING)
+    assert overview(stage).faults == ()
+
+
 def test_only_the_last_incidents_are_kept() -> None:
     stage = Stage(3)
     register = stage.controller.cases.desk.register
@@ -52,6 +65,16 @@ def test_only_the_last_incidents_are_kept() -> None:
     assert len(told.faults) == 64
     assert told.faults[-1].incident == 499
     assert len(encode(told)) < 1 << 16
+
+
+def test_an_incident_is_told_as_a_whole_or_not_at_all() -> None:
+    stage = Stage(3)
+    register = stage.controller.cases.desk.register
+    for number, count in enumerate([1, 70, 40, 30, 20]):
+        culprits = tuple(replace(SLOW.culprits[0], node=f"gpu-{one + 9}") for one in range(count))
+        register.restore(replace(SLOW, number=number, culprits=culprits))
+    told = [one.incident for one in overview(stage).faults]
+    assert {one: told.count(one) for one in told} == {0: 1, 3: 30, 4: 20}
 
 
 def test_a_controller_that_the_job_has_left_says_where_it_is() -> None:

@@ -66,6 +66,19 @@ def test_it_is_found_after_it_has_moved() -> None:
     asyncio.run(work())
 
 
+def test_a_controller_that_waits_speaks_for_the_job_only_once_all_pods_were_asked() -> None:
+    async def work() -> None:
+        late = wire.Overview("created", 0, 0, -1)
+        async with controller(lambda: late, "127.0.0.1") as server:
+            asked, pods = Asked(server.port), [f"127.0.0.{index}" for index in range(1, 8)]
+            told = [await asked.ask(pods, SECRET, "train") for _ in range(4)]
+            assert (told[0], told[-1]) == (None, late)
+            assert await asked.ask([*pods, "127.0.0.8", "127.0.0.9", "127.0.0.10"], SECRET, "train") is None
+            assert "not all pods have been asked" in asked.trouble
+
+    asyncio.run(work())
+
+
 def test_a_controller_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepstep.kubernetes.asking._ANSWER_S", 0.3)
 

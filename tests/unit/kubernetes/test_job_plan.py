@@ -6,7 +6,7 @@ import pytest
 from tests.unit.kubernetes.virtual_cluster import VirtualCluster, training_job
 
 from keepstep.kubernetes.actions import EndPod, Make, Report
-from keepstep.kubernetes.job_plan import reconcile
+from keepstep.kubernetes.job_plan import OUT_OF_SERVICE, reconcile
 
 SILENT = ("NoAnswer", "10.0.0.1:29400: refused")
 LOST = "keepstep: exit code 75 (infrastructure): a node was lost; nodes blamed: n[1-2]; incident 0003: CRASH"
@@ -92,6 +92,34 @@ def test_a_job_that_has_failed_is_not_run_again(code: int, message: str, reason:
     assert (failed["Failed"], failed["Complete"]) == ("True", "False")
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "reason"),
+    [
+        (1, "keepstep: exit code 1 (training): rank 1 failed: ValueError", "TrainingFailed"),
+        (79, "keepstep: exit code 79 (stopped): stopped by hand", "Stopped"),
+        (143, "keepstep: exit code 143 (signal): ended by SIGTERM", "SignalFailed"),
+    ],
+)
+def test_the_end_of_a_spare_that_was_not_used_is_not_that_of_the_job(
+    code: int, message: str, reason: str
+) -> None:
+    cluster = running()
+    cluster.end("train-3", 0)
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Running", "Finishing")
+    cluster.end_all(code, message)
+    cluster.settle(5)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", reason)
+
+
+def test_a_spare_that_was_sent_a_signal_does_not_undo_a_job_that_has_finished() -> None:
+    cluster = running()
+    cluster.end("train-3", 143, "keepstep: exit code 143 (signal): ended by SIGTERM")
+    cluster.end_all(0)
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Succeeded", "Finished")
+
+
 def test_an_evicted_pod_is_made_again_and_costs_nothing() -> None:
     cluster = running()
     cluster.evict("train-2")
@@ -112,6 +140,51 @@ def test_killed_launchers_are_counted() -> None:
         cluster.settle(30)
         assert cluster.status["killed"] == time + 1
     assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "PodRestartLimit")
+
+
+def test_killed_launchers_are_counted_within_an_hour() -> None:
+    cluster = running(podRestartLimit=2)
+    for _ in range(6):
+        cluster.end("train-1", 137)
+        cluster.settle(400, step_s=5)
+        cluster.now_s += 1500
+    assert cluster.status["phase"] == "Running"
+    assert cluster.status["killed"] <= 2
+
+
+@pytest.mark.parametrize("state", ["running", "recovering", ""])
+def test_at_the_limit_a_job_that_goes_on_is_not_ended_and_its_pod_not_made_again(state: str) -> None:
+    cluster = running(podRestartLimit=2)
+    cluster.tells()
+    for _ in range(3):
+        cluster.end("train-1", 137)
+        cluster.settle(20)
+    cluster.trouble = SILENT
+    cluster.tells(state=state)
+    if not state:
+        cluster.told = None
+    cluster.settle(50)
+    assert cluster.status["phase"] == "Running"
+    assert cluster.made.count("train-1") == 3
+    cluster.tells()
+    cluster.now_s += 3600
+    cluster.settle(310)
+    assert cluster.made.count("train-1") == 4
+    assert cluster.status["phase"] == "Running"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(137, ""), (75, LOST), (1, "keepstep: exit code 1 (training): rank 1 failed")]
+)
+def test_a_pod_that_ends_because_it_is_deleted_says_nothing(code: int, message: str) -> None:
+    cluster = running()
+    cluster.pods["train-1"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.end("train-1", code, message)
+    cluster.settle(2)
+    del cluster.pods["train-1"]
+    cluster.settle(5)
+    assert (cluster.status["phase"], cluster.status.get("killed", 0)) == ("Running", 0)
+    assert cluster.status.get("attempt", 0) == 0
 
 
 def test_a_pod_that_ends_alone_with_75_begins_again_later_each_time() -> None:
@@ -197,6 +270,23 @@ def test_a_job_that_goes_on_is_not_begun_again_for_one_pod(trouble: tuple[str, s
     assert (cluster.status.get("attempt", 0), cluster.status["phase"]) == (0, "Running")
 
 
+@pytest.mark.parametrize("state", ["", "created"])
+def test_pods_that_have_begun_again_long_ago_do_not_wait_to_begin(state: str) -> None:
+    """A controller that is not heard, or a new one that waits at the old address, says nothing against them."""
+    cluster = running()
+    cluster.tells()
+    for index in range(4):
+        cluster.end(f"train-{index}", 137)
+        cluster.settle(5)
+    cluster.now_s += 3600
+    cluster.told, cluster.trouble = None, SILENT
+    if state:
+        cluster.tells(state=state)
+    cluster.end("train-0", 75, LOST)
+    cluster.settle(120)
+    assert (cluster.status.get("attempt", 0), cluster.made.count("train-1")) == (0, 2)
+
+
 def test_all_killed_at_once_begins_again_and_signals_from_somebody_do_not() -> None:
     cluster = running()
     cluster.end_all(137)
@@ -227,6 +317,30 @@ def test_a_node_that_the_job_calls_lost_too_is_not_waited_for() -> None:
     cluster.tells(("n2", "lost", 1), state="running")
     cluster.settle(3)
     assert cluster.made.count("train-2") == 2
+
+
+def test_a_pod_is_not_forgotten_while_its_job_says_that_it_runs() -> None:
+    cluster = running()
+    cluster.tells()
+    cluster.lose("n2")
+    cluster.evict("train-2")
+    cluster.settle(100)
+    assert cluster.made.count("train-2") == 1
+    cluster.tells(state="checking")
+    cluster.settle(3)
+    assert cluster.made.count("train-2") == 2
+
+
+def test_the_only_pod_of_a_job_is_not_forgotten_before_its_node_is_out_of_service() -> None:
+    cluster = running(nodes=1, spares=0)
+    cluster.lose("n0")
+    cluster.evict("train-0")
+    cluster.trouble = SILENT
+    cluster.settle(200)
+    assert cluster.made == ["train-0"]
+    cluster.nodes["n0"]["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "effect": "NoExecute"}]
+    cluster.settle(3)
+    assert cluster.made == ["train-0", "train-0"]
 
 
 def test_pods_of_many_silent_nodes_are_left_alone() -> None:
@@ -288,6 +402,13 @@ def test_a_definition_that_drops_the_status_stops_and_does_not_loop() -> None:
         cluster.job["status"].pop("again", None)
     assert len(cluster.made) == 4
     assert not any(isinstance(one, Make) for one in cluster.actions[-10:])
+
+
+def test_a_category_of_any_length_does_not_get_into_the_reason() -> None:
+    cluster = running()
+    cluster.end("train-0", 1, f"keepstep: exit code 1 ({'x' * 5000}): failed")
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Failed", "ContainerFailed")
 
 
 def test_what_the_api_server_refuses_is_in_the_status() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.unit.kubernetes.virtual_cluster import VirtualCluster, node, training_job
+from tests.unit.kubernetes.virtual_cluster import EPOCH_S, TEMPLATE, VirtualCluster, node, training_job
 
 from keepstep.kubernetes import node_remedies
+from keepstep.kubernetes.actions import EndPod
 from keepstep.kubernetes.objects import Node
 
 FOREIGN = {"key": "example.com/gpu", "value": "x", "effect": "NoExecute", "timeAdded": "2026-01-01T00:00:00Z"}
@@ -20,19 +21,19 @@ def running(remedy: str = "auto", nodes: int = 3, machines: int = 8) -> VirtualC
 
 
 @pytest.mark.parametrize(
-    ("kind", "condition", "key", "effect"),
+    ("kind", "condition", "key"),
     [
-        ("slow", "KeepstepFailSlow", "keepstep.dev/fail-slow", "NoSchedule"),
-        ("hardware", "KeepstepHardware", "keepstep.dev/hardware", "NoExecute"),
+        ("slow", "KeepstepFailSlow", "keepstep.dev/fail-slow"),
+        ("hardware", "KeepstepHardware", "keepstep.dev/hardware"),
     ],
 )
-def test_auto_taints_and_the_pod_comes_elsewhere(kind: str, condition: str, key: str, effect: str) -> None:
+def test_auto_taints_and_the_pod_comes_elsewhere(kind: str, condition: str, key: str) -> None:
     cluster = running()
     cluster.nodes["n1"]["spec"]["taints"] = [FOREIGN]
     cluster.tells(("n1", kind, 1))
     cluster.settle(4)
     assert cluster.conditions("n1") == {condition}
-    assert cluster.taints("n1") == {"example.com/gpu": "NoExecute", key: effect}
+    assert cluster.taints("n1") == {"example.com/gpu": "NoExecute", key: "NoSchedule"}
     assert cluster.nodes["n1"]["spec"]["taints"][0] == FOREIGN, "with the time at which it was added"
     assert cluster.status["excludedNodes"] == ["n1"]
     assert cluster.node_of(1) == "n4"
@@ -81,7 +82,39 @@ def test_a_lost_node_is_one_only_if_its_kubelet_is_not_heard_either() -> None:
     cluster.lose("n1")
     cluster.settle(4)
     assert cluster.conditions("n1") == {"KeepstepLost"}
-    assert cluster.taints("n1") == {"keepstep.dev/lost": "NoExecute"}
+    assert cluster.taints("n1") == {"keepstep.dev/lost": "NoSchedule"}
+
+
+def test_a_node_that_was_lost_long_ago_is_not_lost_because_its_kubelet_is_silent_for_a_moment() -> None:
+    cluster = running()
+    cluster.tells(("n1", "lost", 1))
+    cluster.settle(4)
+    cluster.now_s += node_remedies.LOST_S
+    cluster.lose("n1")
+    cluster.settle(20)
+    assert cluster.status.get("faults", []) == []
+    assert cluster.made.count("train-1") == 1
+
+
+def test_a_node_to_which_a_pod_has_come_since_is_not_lost() -> None:
+    cluster = running()
+    cluster.tells(("n1", "lost", 1))
+    cluster.now_s += 5
+    cluster.evict("train-1")
+    cluster.settle(4)
+    assert cluster.node_of(1) == "n1"
+    cluster.lose("n1")
+    cluster.settle(20)
+    assert cluster.status.get("faults", []) == []
+    assert cluster.made.count("train-1") == 2
+
+
+def test_what_an_earlier_run_in_the_same_folder_has_found_is_not_new() -> None:
+    cluster = running()
+    cluster.detected[1] = EPOCH_S + 999.0
+    cluster.tells(("n1", "hardware", 1))
+    cluster.settle(4)
+    assert cluster.status.get("faults", []) == []
 
 
 def test_nobody_is_lost_when_much_of_the_cluster_is_silent() -> None:
@@ -130,7 +163,7 @@ def test_the_budget_of_an_hour() -> None:
     cluster.now_s += 3600
     cluster.tells(("n3", "hardware", 3))
     cluster.settle(4)
-    assert cluster.taints("n3") == {"keepstep.dev/hardware": "NoExecute"}
+    assert cluster.taints("n3") == {"keepstep.dev/hardware": "NoSchedule"}
 
 
 def test_no_more_than_a_tenth_of_the_cluster_is_tainted() -> None:
@@ -143,6 +176,34 @@ def test_no_more_than_a_tenth_of_the_cluster_is_tainted() -> None:
     cluster.settle(4)
     assert cluster.taints("n1") == {}
     assert cluster.status["faults"][0]["why"] == "a tenth of the cluster's nodes are tainted already"
+
+
+@pytest.mark.parametrize("label", node_remedies.CONTROL_PLANE)
+def test_a_node_of_the_control_plane_gets_no_taint(label: str) -> None:
+    cluster = running()
+    cluster.nodes["n1"]["metadata"]["labels"] = {label: ""}
+    cluster.tells(("n1", "hardware", 1))
+    cluster.settle(4)
+    assert cluster.taints("n1") == {}
+    assert cluster.status["faults"][0]["why"] == "the node is one of the control plane's"
+
+
+def test_a_job_that_chooses_its_node_by_name_is_not_believed() -> None:
+    cluster = running()
+    cluster.job["spec"]["template"] = {"spec": {**TEMPLATE["spec"], "nodeName": "n1"}}
+    cluster.tells(("n1", "hardware", 1))
+    cluster.settle(4)
+    assert (cluster.conditions("n1"), cluster.status.get("faults", [])) == (set(), [])
+
+
+def test_a_pod_on_a_bad_node_is_ended_only_where_a_spare_waits_and_one_for_each() -> None:
+    cluster = running(nodes=20, machines=60)
+    cluster.tells(("n1", "hardware", 1), ("n2", "hardware", 2), spares=0)
+    cluster.settle(10)
+    assert set(cluster.taints("n1")) == set(cluster.taints("n2")) == {"keepstep.dev/hardware"}
+    assert (cluster.node_of(1), cluster.node_of(2)) == ("n1", "n2")
+    cluster.tells(("n1", "hardware", 1), ("n2", "hardware", 2), spares=1)
+    assert [one.name for one in cluster.look() if isinstance(one, EndPod)] == ["train-1"]
 
 
 def test_a_cordoned_node_is_left_as_it_is() -> None:
@@ -233,4 +294,4 @@ def test_nothing_is_done_before_it_is_written_down() -> None:
     cluster.refuses = lambda _: False
     cluster.told = None
     cluster.settle(3)
-    assert cluster.taints("n1") == {"keepstep.dev/hardware": "NoExecute"}
+    assert cluster.taints("n1") == {"keepstep.dev/hardware": "NoSchedule"}

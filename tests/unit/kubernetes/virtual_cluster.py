@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -17,7 +18,13 @@ from keepstep.kubernetes.since import Since
 from keepstep.wire.messages import FaultyNode, Overview
 
 Object = dict[str, Any]
+EPOCH_S = 1_700_000_000
 TEMPLATE: Object = {"spec": {"containers": [{"name": "train", "command": ["keepstep", "run"]}]}}
+
+
+def stamp(now_s: float) -> str:
+    """A moment as the API server writes it."""
+    return datetime.fromtimestamp(EPOCH_S + now_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def training_job(nodes: int = 3, spares: int = 1, **spec: Any) -> Object:
@@ -28,6 +35,7 @@ def training_job(nodes: int = 3, spares: int = 1, **spec: Any) -> Object:
             "uid": "job-1",
             "resourceVersion": "1",
             "generation": 1,
+            "creationTimestamp": stamp(1000.0),
         },
         "spec": {"nodes": nodes, "spares": spares, "template": TEMPLATE, **spec},
     }
@@ -58,7 +66,9 @@ class VirtualCluster:
     actions: list[Action] = field(default_factory=list)
     refuses: Callable[[Action], bool] = lambda _: False
     since: Since = field(default_factory=Since)
+    detected: dict[int, float] = field(default_factory=dict)
     _count: int = 1
+    _read: str = ""  # version of the job at the last look
 
     # --- what the operator sees and does ----------------------------------------------------------------------------
 
@@ -76,7 +86,7 @@ class VirtualCluster:
             told=self.told,
             trouble=self.trouble,
             since=since or self.since,
-            unix_s=1_700_000_000 + self.now_s,
+            unix_s=EPOCH_S + self.now_s,
         )
 
     def look(self, view: VirtualCluster | None = None, since: Since | None = None) -> list[Action]:
@@ -84,6 +94,7 @@ class VirtualCluster:
         since = since or self.since
         since.turn(self.now_s)
         seen = (view or self).seen(since)
+        self._read = seen.job.metadata.resource_version
         actions = [*node_remedies.tidied(seen.nodes.values()), *reconcile(seen)]
         for one in actions:
             if not self.refuses(one):
@@ -115,7 +126,7 @@ class VirtualCluster:
         if what["kind"] == "Service":
             self.has_service = True
         elif name not in self.pods:
-            what["metadata"]["uid"] = f"pod-{self._next()}"
+            what["metadata"] |= {"uid": f"pod-{self._next()}", "creationTimestamp": stamp(self.now_s)}
             what["status"] = {"phase": "Pending"}
             self.pods[name] = what
             self.made.append(name)
@@ -131,7 +142,7 @@ class VirtualCluster:
             pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
     def _report(self, action: Report) -> None:
-        if action.version == self.job["metadata"]["resourceVersion"]:
+        if self._read == self.job["metadata"]["resourceVersion"]:
             self.job["status"] = msgspec.to_builtins(action.status)
             self.job["metadata"]["resourceVersion"] = self._next()
 
@@ -171,7 +182,11 @@ class VirtualCluster:
                 if free:
                     pod["spec"]["nodeName"] = free[0]
                     address = f"10.0.0.{self._next()}"
-                    pod["status"] = {"phase": "Running", "podIP": address}
+                    pod["status"] = {
+                        "phase": "Running",
+                        "podIP": address,
+                        "startTime": stamp(self.now_s),
+                    }
 
     def end(self, name: str, code: int, message: str = "", reason: str = "") -> None:
         """The container of a pod ends."""
@@ -204,13 +219,13 @@ class VirtualCluster:
         else:
             pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
-    def tells(self, *faults: tuple[str, str, int], state: str = "running") -> None:
-        """The job's controller tells of bad nodes: node, kind, incident."""
+    def tells(self, *faults: tuple[str, str, int], state: str = "running", spares: int = 1) -> None:
+        """The job's controller tells of bad nodes: node, kind, incident, which was detected when it is told first."""
         rows = [
-            msgspec.convert((one, kind, number, 1_700_000_000.0 + number, "it is bad"), FaultyNode)
+            FaultyNode(one, kind, number, self.detected.setdefault(number, EPOCH_S + self.now_s), "it is bad")  # type: ignore[arg-type]
             for one, kind, number in faults
         ]
-        self.told = Overview(state, 3, 1, 7, verdict="incident 0001: SLOW rank 5", faults=tuple(rows))
+        self.told = Overview(state, 3, spares, 7, verdict="incident 0001: SLOW rank 5", faults=tuple(rows))
 
     def node_of(self, index: int) -> str:
         return self.pods[f"train-{index}"]["spec"]["nodeName"]
