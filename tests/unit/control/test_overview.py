@@ -9,7 +9,7 @@ from tests.unit.control.staged_job import Stage
 
 from keepstep.control.membership.transitions import JobState
 from keepstep.control.overview import answer_to_look
-from keepstep.core.incident import Culprit, Incident
+from keepstep.core.incident import REPLACEMENT, Action, Culprit, Incident
 from keepstep.wire import Hello, Look, Moved, Overview
 from keepstep.wire.channel import encode
 
@@ -19,6 +19,7 @@ SLOW = Incident(
     *((), (), ()),
     detected_unix_s=1700000000.5,
 )
+SLOW = replace(SLOW, actions=(Action(REPLACEMENT),))
 
 
 def overview(stage: Stage) -> Overview:
