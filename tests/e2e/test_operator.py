@@ -45,6 +45,7 @@ def test_a_job_trains_and_is_not_run_again_once_it_has_finished(cluster: Operate
     assert "cannot" not in cluster.said()
 
 
+@pytest.mark.quiet
 def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: Operated) -> None:
     """While the API server refuses what was read too long ago, and cuts watches."""
     faulty = cluster.faulty
