@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from tests.e2e.kube_bed import KubeBed, kubernetes, until
 from tests.e2e.stand_in_job import PODS, SHARED, exit_code, make_secret, template_of
 from tests.e2e.stand_in_kubelet import StandInPod
 
-from benchmarks._report import code_commit
 from benchmarks.operate.judge import Losses
 from benchmarks.operate.kube_judge import OTHERS, Seen, faults
 from benchmarks.operate.kube_plans import KubePlan
 from benchmarks.operate.kube_watching import Watching
+from benchmarks.operate.rows import row_of
 from benchmarks.operate.trial import JOB, PAUSE_S, STEPS, losses_of
 
 MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes/operator"
@@ -72,19 +71,7 @@ def run_seed(plan: KubePlan, folder: Path, reference: Losses) -> dict[str, Any]:
         seen = trial.seen()
         trial.watching.close()
         wrong += faults(plan, trial.node, seen)
-    found = {key: value for key, value in asdict(seen).items() if key not in ("losses", "reference")}
-    return {
-        "seed": plan.seed,
-        "commit": code_commit(),
-        "passed": not wrong,
-        "why": wrong,
-        "plan": asdict(plan),
-        "node": trial.node,
-        "found": found,
-        "steps_compared": len(seen.losses),
-        "load": round(os.getloadavg()[0], 1),
-        "wall_s": round(time.monotonic() - began_s, 1),
-    }
+    return row_of(plan, trial.node, seen, wrong, began_s)
 
 
 class KubeTrial:

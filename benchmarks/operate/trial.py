@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.slurm_bed import SlurmBed, slurm, until
 
-from benchmarks._report import code_commit
 from benchmarks.operate.judge import Losses, Seen, faults
 from benchmarks.operate.plans import Plan
+from benchmarks.operate.rows import row_of
 
 JOB = Path(__file__).with_name("job.py")
 STEPS = 2000  # at most: a trial has the job end soon after it trains again
@@ -69,19 +68,7 @@ def run_seed(plan: Plan, folder: Path, reference: Losses) -> dict[str, Any]:
             wrong.append(f"the trial did not come to its end: {error}")
         node, seen = trial.node, trial.seen()
         wrong += faults(plan, node, seen)
-    found = {key: value for key, value in asdict(seen).items() if key not in ("losses", "reference")}
-    return {
-        "seed": plan.seed,
-        "commit": code_commit(),
-        "passed": not wrong,
-        "why": wrong,
-        "plan": asdict(plan),
-        "node": node,
-        "found": found,
-        "steps_compared": len(seen.losses),
-        "load": round(os.getloadavg()[0], 1),
-        "wall_s": round(time.monotonic() - began_s, 1),
-    }
+    return row_of(plan, node, seen, wrong, began_s)
 
 
 class Trial:

@@ -40,22 +40,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     given = parser.parse(argv)
     try:
-        from keepstep.kubernetes import program
-        from keepstep.kubernetes.api import FAILURES, client_from_environment, told_by
+        from keepstep.kubernetes import operator_program
+        from keepstep.kubernetes.cluster_api import FAILURES, client_from_environment, told_by
     except ImportError as error:
         raise UsageError(
             f"operator: {error.name} is not installed: pip install 'keepstep[kubernetes]'"
         ) from None
 
     async def work() -> int:
-        speaker, client = program.Speaker(), client_from_environment()
+        speaker, client = operator_program.Speaker(), client_from_environment()
         try:
             if given.clear:
-                return await program.clear(client, given.clear, dry_run=given.dry_run, speaker=speaker)
+                return await operator_program.clear(
+                    client, given.clear, dry_run=given.dry_run, speaker=speaker
+                )
             stop = asyncio.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
-            operator = program.Operator(
+            operator = operator_program.Operator(
                 client,
                 list(dict.fromkeys(given.namespace)) or [client.namespace],
                 me=f"{os.uname().nodename}-{uuid.uuid4().hex[:8]}",

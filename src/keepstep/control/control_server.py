@@ -225,7 +225,8 @@ class ControlServer:
 
     def _message(self, connection: wire.Connection, message: wire.Message) -> None:
         number, now_s = connection.number, time.monotonic()
-        if isinstance(message, wire.Look):  # it changes nothing
+        # Who looks changes nothing.
+        if isinstance(message, wire.Look):
             self._guarded(lambda: [Send((number,), answer_to_look(self._controller, now_s))])
         else:
             self._guarded(lambda: self._controller.message(number, message, now_s))

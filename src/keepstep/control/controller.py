@@ -407,7 +407,7 @@ class Controller:
         launcher = sender.launcher
         if launcher is not None and launcher in self.rendezvous.placements and self.rendezvous.max_restarts:
             self.cluster.nodes[self.rendezvous.placements[launcher].node_rank].parting = bye.reason
-            self.reforming.orphaned(launcher)  # also a spare that left just when it got a place
+            self.reforming.orphaned(launcher)
             return
         if node is not None and (sender.role == "launcher" or node.launcher is None):
             node.left = True

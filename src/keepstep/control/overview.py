@@ -32,9 +32,8 @@ def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
             for one in faults_of(found, members)
             if one.kind != "told" and not (one.kind == "lost" and one.node in playing)
         ]
-        if (
-            len(own) + len(faults) <= MOST_FAULTS
-        ):  # as a whole or not at all: how many nodes it blames matters
+        # An incident is told as a whole or not at all, as it matters how many nodes it blames.
+        if len(own) + len(faults) <= MOST_FAULTS:
             faults = own + faults
     return Overview(
         state=state.value,

@@ -35,16 +35,19 @@ from keepstep.kubernetes.since import Since
 from keepstep.launch.schedulers.slurm import expand_nodes
 from keepstep.wire.messages import Overview
 
-FORGET_S = 30.0  # a pod that is to end on a node that is not heard is waited for so long
-GONE_S = 60.0  # a controller that has not answered for so long is gone, unless it cannot be asked at all
-FINISH_S = 120.0  # so long after the first pod's end the others have ended, too
-_AGAIN_S, _LONGEST_S = (
-    5.0,
-    300.0,
-)  # a pod that ends with 75 begins again so much later, twice as much each time
+FORGET_S = 30.0
+"""For so long a pod is waited for that is to end on a node that is not heard."""
+GONE_S = 60.0
+"""A controller that has not answered for so long is gone, unless it cannot be asked at all."""
+FINISH_S = 120.0
+"""For so long after the first pod's end the others are waited for."""
+_AGAIN_S, _LONGEST_S = 5.0, 300.0
+"""A pod that ended with 75 is made again after the first time, doubled each time up to the second."""
 _MOST_FORMER = 1000
-HOUR_S = 3600.0  # killed launchers are counted within it
-RUNNING = "running"  # the state of a job all of whose ranks train
+HOUR_S = 3600.0
+"""Launchers that were killed are counted within this time."""
+RUNNING = "running"
+"""The state of a job all of whose ranks train."""
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"

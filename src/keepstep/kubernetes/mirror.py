@@ -11,12 +11,14 @@ import msgspec
 
 from keepstep.core.within import within
 from keepstep.kubernetes.actions import Object
-from keepstep.kubernetes.api import FAILURES, NOT_THERE, code_of, plain, told_by
+from keepstep.kubernetes.cluster_api import FAILURES, NOT_THERE, code_of, plain, told_by
 
 T = TypeVar("T")
 _CHUNK = 500
-_SERVER_S = 50  # the API server ends a watch after so long, and it is begun again from where it was
-_SILENT_S = 120.0  # nothing heard for so long: the connection may be dead, so all is listed anew
+_SERVER_S = 50
+"""The API server ends a watch after so long, and it is begun again from where it was."""
+_SILENT_S = 120.0
+"""When nothing was heard for so long the connection may be dead, and all is listed anew."""
 _FIRST_S, _LONGEST_S = 0.2, 10.0
 
 

@@ -217,7 +217,8 @@ class JobStatus(_Read, frozen=True, omit_defaults=True):
     excluded_nodes: list[str] = []
     avoided_nodes: list[str] = []
     verdict: str = ""
-    state: str = ""  # of the job, as its controller told it
+    # The job's state, as its controller told it.
+    state: str = ""
     again: dict[str, Again] = {}
     faults: list[Fault] = []
     conditions: list[Condition] = []

@@ -30,7 +30,8 @@ _REACH_S = 1.0
 _TRIES = 3  # how often a lost node is tried to be reached, and how many others to compare
 _SLURMD_PORT = 6818
 _RUNS = re.compile(r"\bJobState=RUNNING\b")
-_STATE = re.compile(r"\bState=(\S+)")  # the first one is Slurm's own, others may be words of a reason
+_STATE = re.compile(r"\bState=(\S+)")
+"""The first match is the node's state; others may be words of a reason."""
 _AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
 _PROVEN_S = 60.0  # for so long a node's daemon that is away shows that the node was lost
 _AWAY_S = 60.0  # how long slurmctld may be away when a job is to be requeued

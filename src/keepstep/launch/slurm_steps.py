@@ -23,7 +23,8 @@ from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
 from keepstep.report.ended_run import end_of
 
-_MOST_CPUS = 1 << 16  # of a node
+_MOST_CPUS = 1 << 16
+"""Most CPUs of one node."""
 _LAST_WORDS_S = 10.0  # between the end of one launcher and that of the job, which may be the cause
 _LEFT_S = 30.0  # how long steps may outlive the job, as those on a lost node do
 _ENDED = frozenset({0, UNUSABLE, TEMPORARY_FAILURE, STOPPED_BY_HAND})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.kubernetes.election import ACT_S, LEASE_S, Election
+from keepstep.kubernetes.lease_election import ACT_S, LEASE_S, Election
 
 HOUR_S = 3600.0
 

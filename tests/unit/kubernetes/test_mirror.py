@@ -16,7 +16,7 @@ from lightkube import ApiError
 from lightkube.models.meta_v1 import Status
 
 from keepstep.kubernetes import mirror as mirrors
-from keepstep.kubernetes.api import PODS, code_of
+from keepstep.kubernetes.cluster_api import PODS, code_of
 from keepstep.kubernetes.mirror import Mirror
 from keepstep.kubernetes.objects import Pod
 
@@ -165,6 +165,8 @@ def test_nothing_else_of_keepstep_needs_the_client_library() -> None:
         )
         if name.partition(".")[0] in ("lightkube", "httpx2")
     }
-    assert found == {"kubernetes/api.py", "kubernetes/mirror.py", "kubernetes/program.py"} - {
-        "kubernetes/mirror.py"
-    }
+    assert found == {
+        "kubernetes/cluster_api.py",
+        "kubernetes/mirror.py",
+        "kubernetes/operator_program.py",
+    } - {"kubernetes/mirror.py"}

@@ -19,7 +19,7 @@ from lightkube.models.meta_v1 import Status
 
 from keepstep.cli import main
 from keepstep.core.errors import UsageError
-from keepstep.kubernetes import program
+from keepstep.kubernetes import operator_program
 from keepstep.kubernetes.actions import Make
 from keepstep.kubernetes.node_remedies import VALUE
 from keepstep.kubernetes.objects import Fault, JobSpec, JobStatus, TrainingJob
@@ -58,7 +58,13 @@ class Client:
 
 def cleared(name: str, *, dry_run: bool = False) -> tuple[int, Client]:
     client = Client()
-    code = asyncio.run(program.clear(client, name, dry_run=dry_run, speaker=program.Speaker()))  # type: ignore[arg-type]
+    clearing = operator_program.clear(
+        client,  # type: ignore[arg-type]
+        name,
+        dry_run=dry_run,
+        speaker=operator_program.Speaker(),
+    )
+    code = asyncio.run(clearing)
     return code, client
 
 
@@ -99,17 +105,17 @@ def test_a_name_that_is_taken_is_tried_later_each_time_and_told_after_the_third(
                 asked.append(what["metadata"]["name"])
                 raise ApiError(status=Status(code=409, message='pods "train-0" already exists'))
 
-        operator = program.Operator(
+        operator = operator_program.Operator(
             Taken(),  # type: ignore[arg-type]
             ["ml"],
             me="a",
             most="auto",
             dry_run=False,
-            speaker=program.Speaker(),
+            speaker=operator_program.Speaker(),
             clock=lambda: now_s[0],
         )
         lease: Any = {"metadata": {"resourceVersion": "1"}}
-        known, make = program._Known("job-1"), Make({"kind": "Pod", "metadata": {"name": "train-0"}})
+        known, make = operator_program._Known("job-1"), Make({"kind": "Pod", "metadata": {"name": "train-0"}})
         told: list[bool] = []
         for _ in range(20):
             operator._election.wrote(lease, now_s[0])
@@ -125,13 +131,13 @@ def test_a_name_that_is_taken_is_tried_later_each_time_and_told_after_the_third(
 
 def test_orders_of_all_jobs_that_are_not_done_yet_count_as_tainted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
-    operator = program.Operator(
+    operator = operator_program.Operator(
         Client(),  # type: ignore[arg-type]
         ["ml"],
         me="a",
         most="auto",
         dry_run=False,
-        speaker=program.Speaker(),
+        speaker=operator_program.Speaker(),
     )
     (jobs,) = operator._jobs
     orders = [("n1", "Ordered", True), ("n2", "Done", True), ("n3", "Ordered", False)]
@@ -196,8 +202,8 @@ def test_nothing_is_tainted_before_somebody_says_auto(monkeypatch: pytest.Monkey
         raise UsageError("that is enough")
 
     client = SimpleNamespace(namespace="ml")
-    monkeypatch.setattr("keepstep.kubernetes.api.client_from_environment", lambda: client)
-    monkeypatch.setattr(program, "Operator", operator)
+    monkeypatch.setattr("keepstep.kubernetes.cluster_api.client_from_environment", lambda: client)
+    monkeypatch.setattr(operator_program, "Operator", operator)
     shipped = yaml.safe_load_all(OPERATOR.read_text())
     (deployment,) = [one for one in shipped if one["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -214,7 +220,7 @@ def test_without_a_cluster_it_says_so(
 
 
 def test_the_same_line_is_printed_once_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    speaker = program.Speaker()
+    speaker = operator_program.Speaker()
     for _ in range(5):
         speaker.once("a\n\x1b[31m")
     assert capsys.readouterr().err == "keepstep: a\\n\\x1b[31m\n"

@@ -11,7 +11,8 @@ from keepstep.launch.schedulers.local import Allocation, number_in
 OWN_NODES = "KEEPSTEP_SLURM_NODES"
 """Set by ``keepstep slurm``, which makes a job step of each node: the nodes of all these steps."""
 MOST_NODES = 200_000
-MOST_GPUS = 4096  # of a node
+MOST_GPUS = 4096
+"""Most GPUs of one node."""
 _MOST_JOBS = 1 << 32
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux gives to connections
 _PART = re.compile(r"((?:[^,\[\]]|\[[0-9,-]+\])+)(?:,|$)")

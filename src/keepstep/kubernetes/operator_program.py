@@ -19,7 +19,8 @@ from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
 from keepstep.kubernetes import node_remedies
 from keepstep.kubernetes.actions import Action, Make, Object, Report, SetTaints, Unmark
-from keepstep.kubernetes.api import (
+from keepstep.kubernetes.asking import Asked, secret_in
+from keepstep.kubernetes.cluster_api import (
     CONFLICT,
     FAILURES,
     FORBIDDEN,
@@ -34,21 +35,24 @@ from keepstep.kubernetes.api import (
     code_of,
     told_by,
 )
-from keepstep.kubernetes.asking import Asked, secret_in
-from keepstep.kubernetes.election import LEASE_S, Election
 from keepstep.kubernetes.job_plan import NO_ANSWER, Seen, reconcile
+from keepstep.kubernetes.lease_election import LEASE_S, Election
 from keepstep.kubernetes.mirror import Mirror
 from keepstep.kubernetes.objects import ENDS, JOB, Meta, Node, Pod, Remedy, TrainingJob
 from keepstep.kubernetes.since import Since
 
 LEASE = "keepstep-operator"
-_LOOK_S = 2.0  # without any change all is looked at this often, as things happen by time alone
-_LEAST_S = 0.2  # between two looks
-_REPORT_S = 2.0  # between two statuses of one job that nothing depends on
+_LOOK_S = 2.0
+"""How often all is looked at without any change, as things happen by time alone."""
+_LEAST_S = 0.2
+"""Least time between two looks."""
+_REPORT_S = 2.0
+"""Time between two statuses of one job that nothing depends on."""
 _ASK_S = 5.0
 _LEASE_LOOK_S = 1.0
 _SECRET_S = 60.0
-_REPEAT_S = 60.0  # the same warning is printed this often
+_REPEAT_S = 60.0
+"""How often the same warning is printed."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _AT_ONCE = 16
 _END_S = 2.0

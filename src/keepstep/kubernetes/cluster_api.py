@@ -67,7 +67,8 @@ class Api:
 
     async def get(self, kind: Any, name: str, namespace: str | None = None) -> Object | None:
         """An object; None where there is no such one."""
-        if _NAME.fullmatch(name) is None:  # it becomes part of a path
+        # The name becomes part of the request's path.
+        if _NAME.fullmatch(name) is None:
             return None
         where = {} if namespace is None else {"namespace": namespace}
         try:

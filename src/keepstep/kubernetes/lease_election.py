@@ -12,8 +12,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 LEASE_S = 15.0
-RENEW_S = 3.0  # its holder writes it this often,
-ACT_S = 10.0  # and does not act any more so long after it began to write the last one that was taken
+RENEW_S = 3.0
+"""How often its holder writes the Lease."""
+ACT_S = 10.0
+"""The holder acts for so long after it began to write the last Lease that the API server took."""
 
 Object = dict[str, Any]
 
