@@ -34,6 +34,11 @@ _STATE = re.compile(r"\bState=(\S+)")
 """The first match is the node's state; others may be words of a reason."""
 _AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
 _PROVEN_S = 60.0  # for so long a node's daemon that is away shows that the node was lost
+_START = "StartTime=now+15seconds"
+"""When a requeued job may start.
+
+A time that has come by the time all its steps have ended is put off by Slurm, by two minutes where nothing is set.
+"""
 _AWAY_S = 60.0  # how long slurmctld may be away when a job is to be requeued
 
 
@@ -136,14 +141,13 @@ class SlurmOrders:
         if not _RUNS.search(told[0]):
             self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
             return False
-        elsewhere = (  # Slurm lets a requeued job wait for two minutes, in which it takes these
-            ("update", f"JobId={self._job}", f"ExcNodeList={','.join(self.bad)}"),
-            ("update", f"JobId={self._job}", "StartTime=now"),
-        )
-        for order in (("requeue", self._job), *(elsewhere if self.bad else ())):
+        job = f"JobId={self._job}"
+        elsewhere = (("update", job, f"ExcNodeList={','.join(self.bad)}"),) if self.bad else ()
+        for order in (("requeue", self._job), *elsewhere, ("update", job, _START)):
             if (refused := await self._patiently(*order)) is not None:
                 self._say(f"Slurm refuses `scontrol {' '.join(order)}`: {refused}")
-                return False
+                if order[0] == "requeue":
+                    return False
         return True
 
     async def _patiently(self, *order: str) -> str | None:

@@ -180,7 +180,7 @@ def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) 
     assert bed.given[-3:] == [
         "requeue 12",
         "update JobId=12 ExcNodeList=n2",
-        "update JobId=12 StartTime=now",
+        "update JobId=12 StartTime=now+15seconds",
     ]
 
 
