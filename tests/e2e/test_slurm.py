@@ -16,6 +16,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
 
 TRAIN = str(Path(__file__).with_name("slurm_train.py"))
 CHECKPOINTS = str(Path(__file__).with_name("standby_train.py"))
+CONTAINER = """\
+#!/bin/sh
+# A stand-in for a container: neither Slurm's programs nor munge are in it.
+exec unshare --mount --propagation=private sh -c '
+  for program in scontrol squeue sbatch scancel srun; do mount --bind /bin/false "$(command -v $program)"; done
+  mount -t tmpfs none {munge}
+  exec {python} "$@"' sh "$@"
+"""
 TASK = """
 import os, pathlib, sys, time
 begun = pathlib.Path(sys.argv[1], "task-" + os.environ["SLURM_ARRAY_TASK_ID"])
@@ -98,9 +106,13 @@ def test_a_killed_launcher_is_replaced_by_a_spare_and_its_node_is_not_drained(be
     assert reasons(bed) == {}, "the node answers: its launcher died, and it did not"
 
 
-def test_a_node_that_is_lost_is_drained_and_its_spare_goes_on(bed: SlurmBed) -> None:
+def test_a_lost_node_is_drained_from_the_batch_host_though_all_train_in_containers(bed: SlurmBed) -> None:
+    container = bed.folder / "container"
+    container.write_text(CONTAINER.format(munge=bed.folder / "munge", python=sys.executable))
+    container.chmod(0o755)
+    own = ("--node-remedy=auto", f"--python={container}", "--srun=--comment=contained", "--nodes=4")
     spare = ("--nnodes", "3", "--max-restarts", "2")
-    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    job = submitted(bed, *own, "--", *spare, TRAIN, str(bed.folder), "300")
     until(lambda: len(places(bed.folder)) == 3, "all ranks train")
     bed.lose_node("n1")
     until(lambda: places(bed.folder).get(1) == "n3", "the spare plays rank 1")

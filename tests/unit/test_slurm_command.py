@@ -18,8 +18,8 @@ from keepstep.core.errors import UsageError
         ("-t10 -- -t 3 train.py", "-t10", "-t 3 train.py"),
         ("train.py -- x", "", "train.py -- x"),
         (
-            "--dry-run --requeue --node-remedy=auto -- train.py",
-            "--dry-run --requeue --node-remedy=auto",
+            "--dry-run --srun=--container-image=x --python=python3 -- train.py",
+            "--dry-run --srun=--container-image=x --python=python3",
             "train.py",
         ),
     ],
@@ -34,7 +34,9 @@ def test_flags_of_sbatch_come_first(words: str, first: str, rest: str) -> None:
         ("--nodes 4 train.py", "write sbatch's flags in one word, --nodes=4"),
         ("--nodes=4", "there is no script"),
         ("--node-remedy=always train.py", "--node-remedy=always: say off, advise or auto"),
-        ("--node-remedy train.py", "say off, advise or auto, after a ="),
+        ("--srun train.py", "--srun: its value comes in the same word, after a ="),
+        ("--python='x train.py", "--python='x: No closing quotation"),
+        ("--node-remedy train.py", "--node-remedy: its value comes in the same word"),
     ],
 )
 def test_what_cannot_be_is_told(words: str, said: str) -> None:

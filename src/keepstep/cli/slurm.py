@@ -30,13 +30,15 @@ step with one launcher on each node, and exits with the job's own exit code. Nod
 own flags:
   --node-remedy=off|advise|auto   a node that is broken, lost or slow: nothing, say what to do (default), or drain it
   --requeue                       when the job ends with 75 have Slurm start it again, not on bad nodes
+  --srun=FLAG                     a flag of srun for each step, as --srun=--container-image=IMAGE; may come again
+  --python=COMMAND                what runs keepstep's Python in a step, as one in a container (default: this one)
   --dry-run                       print the batch script, or the command of each step, and start nothing
 
 sbatch's flags come first, each in one word, as --nodes=5; `--` ends them where `keepstep run` has one of that name.
 Set unless given: --job-name, --no-kill, --signal=TERM@60, --open-mode=append.
 """
 _PATIENCE_S = 60.0
-_OWN = re.compile(r"--dry-run|--requeue|--node-remedy(=.*)?")
+_OWN = re.compile(r"--dry-run|--requeue|--(node-remedy|srun|python)(=.*)?")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,10 +54,10 @@ def main(argv: Sequence[str]) -> int:
     own = [word for word in first if _OWN.fullmatch(word)]
     for_sbatch = [word for word in first if word not in own]
     settings = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))
-    given_remedies = [word.partition("=")[2] for word in own if word.startswith("--node-remedy")]
-    remedy = [str(settings["node_remedy"].value), *given_remedies][-1]
+    remedy = [str(settings["node_remedy"].value), *_values(own, "--node-remedy")][-1]
     if remedy not in ("off", "advise", "auto"):
         raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
+    srun_flags, python = _values(own, "--srun"), _python(own)
     given = flags.parse(for_run, environ)
     if not environ.get("SLURM_JOB_ID"):
         return _submit(own, for_sbatch, for_run, Path(given.training_script).stem)
@@ -66,12 +68,12 @@ def main(argv: Sequence[str]) -> int:
     runs_dir = Path(str(settings["runs_dir"].value))
     job = job_of(environ)
     folder = Path(given.run_dir or runs_dir / environ["SLURM_JOB_ID"].strip()).absolute()
-    command = [sys.executable, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
+    command = [*python, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
     orders = SlurmOrders(
         *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
     )
-    steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say)
+    steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say, srun_flags=srun_flags)
     if "--dry-run" in own:
         print("\n".join(shlex.join(one) for one in steps.commands))
         return 0
@@ -100,6 +102,24 @@ def split_flags(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[s
                 )
             return list(argv[:place]), list(argv[place:])
     raise UsageError("slurm: there is no script; see `keepstep slurm --help`")
+
+
+def _values(own: Sequence[str], name: str) -> list[str]:
+    """What a flag was given, each time. Raises UsageError where it was given nothing."""
+    values = [word.partition("=")[2] for word in own if word.partition("=")[0] == name]
+    if "" in values:
+        raise UsageError(f"{name}: its value comes in the same word, after a =")
+    return values
+
+
+def _python(own: Sequence[str]) -> list[str]:
+    given = _values(own, "--python")
+    if not given:
+        return [sys.executable]
+    try:
+        return shlex.split(given[-1])
+    except ValueError as error:
+        raise UsageError(f"--python={given[-1]}: {error}") from None
 
 
 def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:

@@ -45,6 +45,7 @@ class SlurmSteps:
         environ: Mapping[str, str],
         orders: SlurmOrders,
         say: Callable[[str], None],
+        srun_flags: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -54,12 +55,13 @@ class SlurmSteps:
             environ: of this process, in the allocation.
             orders: looks after bad nodes while the job runs.
             say: tells the user one line.
+            srun_flags: the user's, for each step.
 
         Raises UsageError where Slurm's variables do not list the nodes, or these have unlike numbers of GPUs.
         """
         self._nodes = nodes_in(environ, "SLURM_JOB_NODELIST")
         self._command, self._folder, self._restarts, self._say = tuple(command), folder, restarts, say
-        self._job = job_of(environ)
+        self._job, self._srun_flags = job_of(environ), tuple(srun_flags)
         kept = {name: value for name, value in environ.items() if name not in _OF_ALL_STEPS}
         self._shares_gpus = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
         if self._shares_gpus:
@@ -88,6 +90,7 @@ class SlurmSteps:
             *("--cpu-bind=none", "--input=none", "--mpi=none"),
             *([f"--cpus-per-task={cpus}"] if cpus else []),
             *([f"--gpus-per-node={gpus}"] if gpus else []),
+            *self._srun_flags,
             *self._command,
         ]
 

@@ -64,6 +64,13 @@ def test_a_step_takes_its_nodes_share_of_the_jobs_gpus(steps: SlurmSteps, tmp_pa
     assert asyncio.run(steps.run()) == 0
 
 
+def test_each_step_has_the_users_flags_of_srun(tmp_path: Path) -> None:
+    orders = SlurmOrders("12", ["n0"], tmp_path, "off", print)
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n0"}
+    steps = SlurmSteps(["true"], tmp_path, 0, environ, orders, print, srun_flags=["--container-image=a b"])
+    assert steps.command("n0")[-2:] == ["--container-image=a b", "true"]
+
+
 def test_without_srun_it_is_said(tmp_path: Path) -> None:
     orders = SlurmOrders("12", ["n0"], tmp_path, "off", print)
     environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n0", "PATH": str(tmp_path)}
