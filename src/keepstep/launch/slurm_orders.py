@@ -16,11 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
-from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault, faults_of
-from keepstep.report.ended_run import DrainedNode, members_of
-from keepstep.report.incidents import read_incident
+from keepstep.launch.fault_news import FaultNews
+from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault
 
 DRAIN = ("scontrol", "update", "NodeName={node}", "State=DRAIN", "Reason={reason}")
 NodeRemedy = Literal["off", "advise", "auto"]
@@ -63,19 +61,13 @@ class SlurmOrders:
             drain: the command that drains a node; ``{node}`` and ``{reason}`` stand for what they say.
         """
         self._drain = tuple(drain)
-        self._job, self._folder, self._remedy, self._say = job, folder, remedy, say
-        self._nodes = list(nodes)
+        self._job, self._nodes, self._remedy, self._say = job, list(nodes), remedy, say
         self._budget = DrainBudget(len(nodes))
+        self._news = FaultNews(folder, nodes, self._budget.most, heeds_incidents=remedy != "off")
+        self._heard_s: dict[NodeFault, float] = {}  # all faults, by when they were first heard of
+        self._waiting: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
+        self._again_s = 0.0  # when Slurm is asked about these
         self._done: set[str] = set()  # nodes about which something was done or said
-        # Incidents of an earlier run in this folder, by when their files were written.
-        self._earlier = {path: path.stat().st_mtime_ns for path in self._incidents}
-        self._read = dict(self._earlier)  # those that have been read, with these members of the job
-        self._members: frozenset[str] = frozenset()
-        self._asked: set[DrainedNode] = set(members_of(folder)[1])  # what operators have asked for
-        self._put_off: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
-        self._told: list[NodeFault] = []  # those among them of which the user knows
-        self._again_s = 0.0
-        self._since_s: dict[NodeFault, float] = {}  # when the loss of a node was heard of
         self._drained: list[str] = []  # nodes that Slurm may have back once nothing of the job runs there
         self.left: set[str] = set()  # nodes on which the job's launcher has ended for good
         self.bad: list[str] = []  # nodes that the job should not be started on again
@@ -90,10 +82,8 @@ class SlurmOrders:
 
     async def look(self) -> None:
         """Look for new faults once, and do what is to be done about them."""
-        again: list[NodeFault] = []
-        if self._put_off and time.monotonic() >= self._again_s:
-            again, self._put_off = self._put_off, []
-        for fault in (*again, *self._new_faults()):
+        again = self._waiting if time.monotonic() >= self._again_s else ()
+        for fault in (*again, *self._news.read()):
             if fault.kind == "told" or (fault.node not in self._done and self._is_fresh(fault)):
                 await self._handle(fault)
         for node in [one for one in self._drained if one in self.left]:
@@ -102,7 +92,7 @@ class SlurmOrders:
     def _is_fresh(self, fault: NodeFault) -> bool:
         """Whether Slurm's own view of a node may still prove this fault: a later restart of slurmd proves nothing."""
         now_s = time.monotonic()
-        return fault.kind != "lost" or now_s - self._since_s.setdefault(fault, now_s) < _PROVEN_S
+        return fault.kind != "lost" or now_s - self._heard_s.setdefault(fault, now_s) < _PROVEN_S
 
     async def _give_back(self, node: str) -> None:
         """Have the job end on a drained node on which nothing of it runs: it may be repaired and costs nothing then."""
@@ -157,31 +147,13 @@ class SlurmOrders:
             await asyncio.sleep(0.5)
         return refused
 
-    @property
-    def _incidents(self) -> list[Path]:
-        return sorted(self._folder.glob("incidents/[0-9]*.json"))
-
-    def _new_faults(self) -> list[NodeFault]:
-        found: list[NodeFault] = []
-        members, drained = members_of(self._folder)
-        if members != self._members:  # a slow node counts once a spare has its ranks, whenever that was
-            self._members, self._read = members, dict(self._earlier)
-        found += [NodeFault(one.node, "told", 0, one.why) for one in drained if one not in self._asked]
-        self._asked |= set(drained)
-        for path in self._incidents if self._remedy != "off" else ():
-            with suppress(OSError, RunError):
-                changed_ns = path.stat().st_mtime_ns
-                if self._read.get(path) != changed_ns:
-                    told = [one for one in faults_of(read_incident(path), members) if one.node in self._nodes]
-                    found += told if len(told) <= self._budget.most else ()  # mass silence excludes nobody
-                    self._read[path] = changed_ns
-        return found
-
     async def _handle(self, fault: NodeFault) -> None:
         shown, silent = await _run("scontrol", "show", "node", fault.node)
         if silent is not None:
             self._ask_later(fault, silent)
             return
+        if fault in self._waiting:
+            self._waiting.remove(fault)
         if fault.kind == "lost" and not (
             await _is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
@@ -209,13 +181,12 @@ class SlurmOrders:
 
     def _ask_later(self, fault: NodeFault, why: str) -> None:
         """Note a fault about which nothing can be done yet, as Slurm does not answer; say so once."""
-        reason = fault.reason(self._job)
-        if fault not in self._told:
-            self._told.append(fault)
+        if fault not in self._waiting:
+            self._waiting.append(fault)
             self._say(
-                f"`scontrol show node {fault.node}` fails ({why}): the node is left as it is until it answers; {reason}"
+                f"`scontrol show node {fault.node}` fails ({why}): "
+                f"the node is left as it is until it answers; {fault.reason(self._job)}"
             )
-        self._put_off.append(fault)
         self._again_s = time.monotonic() + _AGAIN_S
         if fault.kind != "lost" and fault.node not in self.bad:
             self.bad.append(fault.node)
