@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 
@@ -11,9 +12,19 @@ from keepstep.ring import create
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> shim.Built:
+    """The shim and what it is tried with; one of pytest-xdist's workers builds them for all."""
     if shim.COMPILER is None:
         pytest.skip("no C++ compiler (set CXX)")
-    return shim.build(tmp_path_factory.mktemp("nccl"))
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return shim.build(tmp_path_factory.mktemp("nccl"))
+    folder = tmp_path_factory.getbasetemp().parent / "nccl"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if lock.tell() == 0:
+            shim.build(folder)
+            lock.write("built")
+    return shim.Built(folder)
 
 
 @pytest.fixture
