@@ -132,8 +132,9 @@ class SlurmOrders:
             self._say("the job is not requeued: it was cancelled, or Slurm has ended it")
             return False
         job = f"JobId={self._job}"
-        elsewhere = (("update", job, f"ExcNodeList={','.join(self.bad)}"),) if self.bad else ()
-        for order in (("requeue", self._job), *elsewhere, ("update", job, _START)):
+        elsewhere = [f"ExcNodeList={','.join(self.bad)}"] if self.bad else []
+        # Slurm ends this process, too, some seconds after the first order.
+        for order in (("requeue", self._job), ("update", job, *elsewhere, _START)):
             if (refused := await self._patiently(*order)) is not None:
                 self._say(f"Slurm refuses `scontrol {' '.join(order)}`: {refused}")
                 if order[0] == "requeue":

@@ -243,6 +243,10 @@ def _diagnose_awaited(deaths: _Deaths) -> Diagnosis | None:
         return None
     unseen = {one.rank for one in victims if not _seen_waiting(deaths, one.rank)}
     culprits = tuple(one for one in found.culprits if _can_be_blamed(one, unseen, timed_out))
+    if not timed_out and given.nodes.keys() - deaths.states.keys():
+        # Who closed the connections may be one whose state is missing; it is none of those that lost theirs.
+        lost = {one.rank for one in victims if one.message}
+        culprits = tuple(one for one in culprits if one.rank not in lost or one.cause in (LEFT, ONE_MORE))
     if not culprits:
         return None
     by_exit = any(one.cause in (LEFT, ONE_MORE) for one in culprits)

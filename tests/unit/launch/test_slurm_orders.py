@@ -177,10 +177,9 @@ def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) 
     asyncio.run(orders.look())
     assert bed.said == [f"Slurm does not drain n2 (exit code 1): tell who runs the cluster; {REASON}"]
     assert asyncio.run(orders.requeue())
-    assert bed.given[-3:] == [
+    assert bed.given[-2:] == [
         "requeue 12",
-        "update JobId=12 ExcNodeList=n2",
-        "update JobId=12 StartTime=now+15seconds",
+        "update JobId=12 ExcNodeList=n2 StartTime=now+15seconds",
     ]
 
 

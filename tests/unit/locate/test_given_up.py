@@ -148,6 +148,13 @@ def test_the_cause_of_lost_connections_is_not_guessed_among_those_that_lost_them
     assert found.missing[0].startswith("the first death")
 
 
+def test_who_lost_its_connection_is_not_the_one_that_closed_it_where_a_state_is_missing() -> None:
+    """Rank 1 had sent its share and gone on to the next collective; of rank 2, whose node is lost, nothing is known."""
+    states = [gave_up(waits(0), 100.1), gave_up(waits(1, seq=42), 100.1)]
+    evidence = given([*states, sleeps(2)], death(0, 100.4, LOST))
+    assert [c.rank for c in locate_crash(replace(evidence, states=states)).culprits] != [0]
+
+
 def test_who_died_of_a_wait_that_is_not_recorded_is_no_root() -> None:
     """Rank 1 waited for a key in the store, and the others for rank 1: whom it waited for is not known."""
     states = [gave_up(waits(0), 106.0), ended(sleeps(1)), ended(waits(2))]

@@ -29,6 +29,7 @@ GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of on
 _ANSWERS_S = 1.0  # longest wait from the first finding for the states of ranks
 # Longest wait where ranks have only lost connections: who closed them may take long to end, and launchers wait 2 s.
 _LEAVING_S = 2.5
+_LOST_S = 8.0  # longest wait for a node that is gone to be back or lost, where ranks tell only of others
 _RECOVERED_S = 2.0  # wait, once the ranks run again, until their launchers have said what that took
 _SHARPEN_S = 2.0  # wait from the verdict to a sharper one, if more has become known meanwhile
 _MOST_FINDINGS = 1024
@@ -189,6 +190,10 @@ class CrashCase(Case):
             return True
         if self._questions and since_s < _ANSWERS_S:
             return False
+        if since_s < _LOST_S and any(
+            node.lost_s is not None and not node.left for node in self._desk.cluster.nodes.values()
+        ):
+            return False  # a node is gone, which may be what all others tell of
         if self._who_left():
             return quiet_s >= GATHER_S  # the others that left, too, are told now
         told = [finding for finding in self._findings.values() if finding.message]

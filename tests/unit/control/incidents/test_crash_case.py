@@ -98,6 +98,11 @@ class Job:
         )  # fmt: skip
         self.say(rank // RANKS, Found(finding))
 
+    def loses(self, node: int) -> None:
+        """Agent and launcher of a node are gone."""
+        for peer in (10 + node, node):
+            self.note(self.controller.disconnected(peer, self.now_s))
+
     def leaves(self, rank: int) -> None:
         self.say(rank // RANKS, Found(Finding("exit", rank, f"gpu-{rank // RANKS}", self.now_s, -1)))
 
@@ -192,6 +197,31 @@ def test_after_lost_connections_the_end_of_who_closed_them_is_waited_for() -> No
     job.leaves(3)
     job.wait(0.3)
     assert blamed(job.only) == [(1, "left with exit code 0"), (3, "left with exit code 0")]
+
+
+def test_a_node_that_is_gone_is_waited_for_where_the_deaths_only_tell_of_others() -> None:
+    """Else the verdict blames one of those that lost their connections, while the node that closed them is gone."""
+    job = Job(restarts=1)
+    job.loses(1)
+    job.dies(0, LOST)
+    job.answer(nodes=[0])
+    job.wait(2.9)
+    assert not job.written
+    job.wait(0.5)
+    assert [(one.node, one.cause) for one in job.only.culprits] == [("gpu-1", "node lost")]
+    assert [say.what for say in job.said if say.what in ("verdict", "sharper")] == ["verdict"]
+
+
+def test_a_node_that_is_back_is_waited_for_no_longer() -> None:
+    job = Job(restarts=1)
+    job.loses(1)
+    job.dies(0, LOST)
+    job.answer(nodes=[0])
+    job.wait(2.6)
+    job.controller.connected(11, "agent")
+    job.say(11, Hello("agent", "gpu-1", 1, 201))
+    job.wait(0.3)
+    assert job.written
 
 
 @pytest.mark.parametrize("incarnation", [1, 7])
