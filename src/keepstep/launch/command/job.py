@@ -69,6 +69,7 @@ class Job:
     shrink_after_s: float  # how long a spare is waited for before the job goes on with fewer nodes
     restart_budget: Limits
     standbys: int  # number of warm processes that wait for a restart
+    standby_idle_s: float  # for so long one warms on CPU time that others leave
     elects: bool  # another node hosts the controller when its own is lost
     in_place: bool  # at a restart, workers that can do so begin again in their own process
     signals: tuple[signal.Signals, ...]
@@ -155,6 +156,7 @@ def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Jo
         shrink_after_s=_not_negative("--shrink-after", value["shrink_after_s"]),
         restart_budget=limits_of(value["restart_budget"]),
         standbys=_standbys(value["standbys"].strip(), given, nproc),
+        standby_idle_s=_not_negative("KEEPSTEP_STANDBY_IDLE_S", value["standby_idle_s"]),
         elects=value["elect"] and max_nodes > 1 and given.max_restarts > 0,
         in_place=value["in_place"],
         signals=_signals(given.signals_to_handle),

@@ -65,6 +65,9 @@ SETTINGS = (
     _setting("failure_domain", "", "label, e.g. of the rack; backups go to nodes of another one"),
     _setting("standbys", "auto", "warm standby processes; auto: as many as workers, if restarts are wanted"),
     _setting(
+        "standby_idle_s", 20.0, "for so long a standby warms on CPU time that others leave, then as they do"
+    ),
+    _setting(
         "restart_budget",
         "rank=5,node=10,hour=30,same=2",
         "most restarts within an hour for one rank, one node and all; failures at one step with one error",

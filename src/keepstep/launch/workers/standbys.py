@@ -26,8 +26,6 @@ from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, give_priority
 
 TRIES = 3
-IDLE_S = 20.0
-"""For so long a standby warms on CPU time that others leave, then at the usual priority; the next one sooner."""
 _MOST_BYTES = 4096
 Imports: TypeAlias = "tuple[Sequence[str], Mapping[str, str]]"
 """Modules in the order in which they are imported, and variables that a script sets before."""
@@ -70,7 +68,7 @@ class Standbys:
         self.folder = run.folder
         self._local_ranks: dict[int, _LocalRank] = {}
         self._ended = False
-        self._busy = False  # the last standby found no CPU idle for `IDLE_S`
+        self._busy = False  # the last standby found no CPU idle for long
 
     @property
     def pids(self) -> frozenset[int]:
@@ -196,7 +194,8 @@ class Standbys:
         local.standby = _Standby(child, ours)
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._heard, local, local.standby)
-        loop.call_later(0.1 * IDLE_S if self._busy else IDLE_S, self._hurry, local, local.standby)
+        idle_s = self._run.job.standby_idle_s
+        loop.call_later(0.1 * idle_s if self._busy else idle_s, self._hurry, local, local.standby)
 
     def _hurry(self, local: _LocalRank, which: _Standby) -> None:
         """Give a standby that is not warm yet the usual priority: where no CPU is ever idle it never would be."""

@@ -112,8 +112,7 @@ def test_those_that_are_there_stay_and_those_given_away_are_replaced(tmp_path: P
     alone(main)
 
 
-def test_one_that_gets_no_cpu_time_is_given_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.launch.workers.standbys.IDLE_S", 0.5)
+def test_one_that_gets_no_cpu_time_is_given_its_part(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, pathlib, time\n"
         "group = pathlib.Path('/proc/self/autogroup')\n"
@@ -124,6 +123,7 @@ def test_one_that_gets_no_cpu_time_is_given_its_part(tmp_path: Path, monkeypatch
 
     async def main() -> None:
         node = Node(tmp_path, 1, 1, {"modules": ["waits"], "environment": {}})
+        node.run.job = replace(node.run.job, standby_idle_s=0.5)
         node.standbys.warm(node.plans)
         await node.until(lambda: "standbys are warm for ranks 4" in node.said)
         assert (tmp_path / "went on").exists()
