@@ -106,6 +106,24 @@ def test_a_killed_launcher_is_replaced_by_a_spare_and_its_node_is_not_drained(be
     assert reasons(bed) == {}, "the node answers: its launcher died, and it did not"
 
 
+def test_a_killed_first_launcher_of_two_begins_a_run_that_has_both_nodes(bed: SlurmBed) -> None:
+    """Of two nodes none can take the controller over, so that the run ends with its first launcher."""
+    job = submitted(
+        bed, "--nodes=2", "--", "--nnodes", "2", "--max-restarts", "2", TRAIN, str(bed.folder), "300"
+    )
+    until(lambda: len(places(bed.folder)) == 2, "all ranks train")
+    for place in (bed.folder / "places").iterdir():
+        place.unlink()
+    bed.kill_launcher("n0")
+    until(lambda: len(places(bed.folder)) == 2, "all ranks train again")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert exit_code(bed, job) == "0:0"
+    out = (bed.folder / f"slurm-{job}.out").read_text()
+    assert "the launcher of n0 ended with exit code 137 and the job goes on" in out
+    assert "the launcher of n1 ended with exit code 75 and the job goes on" in out
+
+
 def test_a_lost_node_is_drained_from_the_batch_host_though_all_train_in_containers(bed: SlurmBed) -> None:
     container = bed.folder / "container"
     container.write_text(CONTAINER.format(munge=bed.folder / "munge", python=sys.executable))

@@ -71,6 +71,7 @@ class SlurmSteps:
         self._step_name = f"keepstep-{time.time_ns()}-{os.getpid()}"  # no other run's in the job
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._codes: dict[str, int] = {}
+        self._runs = 0  # how often the first node's launcher was started, which begins a run
         self.orders = orders
         self._asked: signal.Signals | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -116,13 +117,17 @@ class SlurmSteps:
                 self._environ[END_TIME] = f"{datetime.fromisoformat(told.strip()).timestamp():.0f}"
 
     async def _keep(self, node: str) -> None:
-        """Run the launcher of one node; again where it alone was killed."""
+        """Run the launcher of one node; again where it alone was killed, or the first one has begun a new run."""
         for left in reversed(range(self._restarts + 1)):
+            runs = self._runs
             code = await self._step(node)
             self._codes[node] = code
-            if code in _ENDED or code < _SIGNALLED or not left:
+            is_left_behind = code == TEMPORARY_FAILURE and runs < self._runs
+            is_killed = code not in _ENDED and code >= _SIGNALLED
+            if not left or not (is_left_behind or is_killed):
                 break
-            await asyncio.sleep(_LAST_WORDS_S)
+            if is_killed:
+                await asyncio.sleep(_LAST_WORDS_S)
             is_over = self._asked or not self._running or self._end_code() is not None
             if is_over or node in self.orders.bad:
                 break
@@ -132,6 +137,7 @@ class SlurmSteps:
         self.orders.left.add(node)
 
     async def _step(self, node: str) -> int:
+        self._runs += node == self._nodes[0]
         try:
             process = await asyncio.create_subprocess_exec(
                 *self.command(node),

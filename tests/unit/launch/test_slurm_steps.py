@@ -52,6 +52,34 @@ def test_an_end_of_an_earlier_run_counts_not_whatever_clocks_say(
     assert asyncio.run(steps.run()) == code
 
 
+@pytest.mark.parametrize(("times", "begun"), [(2, ["n0", "n1", "n0", "n1"]), (1, ["n0", "n1"])])
+def test_a_launcher_that_a_new_run_has_left_behind_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, begun: list[str]
+) -> None:
+    """The first launcher is killed once, or not; that of n1 ends with 75 in its first run."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("keepstep.launch.slurm_steps._LAST_WORDS_S", 0.1)
+    program(
+        tmp_path / "srun",
+        f"""cd {tmp_path}
+for word; do case $word in --nodelist=*) node=${{word#*=}};; esac; done
+if [ $node = n1 ]; then while [ ! -e begun ]; do sleep 0.1; done; fi
+echo $node >> begun
+runs=$(grep -c n0 begun)
+case $node$runs in
+  n01) if [ {times} = 2 ]; then while ! grep -q n1 begun; do sleep 0.1; done; kill -9 $$; fi;;
+  n02) while [ $(grep -c n1 begun) != 2 ]; do sleep 0.1; done; exit 0;;
+  n11) if [ {times} = 2 ]; then while [ $(grep -c n0 begun) != 2 ]; do sleep 0.1; done; fi; exit 75;;
+esac""",
+    )
+    said: list[str] = []
+    environ = {**os.environ, "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[0-1]"}
+    orders = SlurmOrders("12", ["n0", "n1"], tmp_path, "off", said.append)
+    asyncio.run(SlurmSteps(["true"], tmp_path, 3, environ, orders, said.append).run())
+    assert (tmp_path / "begun").read_text().split() == begun
+    assert sum("it is started again" in line for line in said) == len(begun) - 2
+
+
 def test_launchers_are_told_the_end_of_the_jobs_time(steps: SlurmSteps, tmp_path: Path) -> None:
     program(tmp_path / "squeue", "echo 2026-01-02T03:04:05")
     program(tmp_path / "srun", """[ "$SLURM_JOB_END_TIME" = "$(date -d 2026-01-02T03:04:05 +%s)" ]""")

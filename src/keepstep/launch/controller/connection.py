@@ -30,6 +30,7 @@ _REREAD_SECRET_S = 1.0
 _LOOK_S = 0.5
 _TRY_S = 5.0  # seconds for which one address is tried, and after which the host's name is looked up again
 _STRANGER_S = 12.0  # seconds for which another job's controller may still be at this job's address
+_ANEW_S = 3.0  # seconds for which a node without workers meets another run's controller before it ends
 
 
 class Link:
@@ -58,7 +59,7 @@ class Link:
         self._client: wire.Client | None = None
         self._changed = asyncio.Event()
         self._trouble = ""
-        self.stranger = ""  # a message about another job's controller at the address of this job's
+        self.stranger = ""  # a message about another run's controller at the address of this run's
         self._stranger_at, self._stranger_since_s = controller, 0.0
         self._warned_of = ""
         # This node's, numeric, where the controller can move to another node.
@@ -191,9 +192,12 @@ class Link:
                     self._go_to(self._told)
 
     async def next_place(self) -> Place | None:
-        """Wait for the place in the next incarnation; None when the controller stays away for too long."""
+        """Wait for the place in the next incarnation; None when the controller stays away, or is another run's."""
         while (place := self._taken()) is None:
-            if self.member.away_s(now_s()) > PATIENCE_S:
+            is_succeeded = self.stranger and self.member.elector is None
+            if self.member.away_s(now_s()) > PATIENCE_S or (
+                is_succeeded and now_s() - self._stranger_since_s > _ANEW_S
+            ):
                 return None
             await self._change(_LOOK_S)
         return place
@@ -294,15 +298,18 @@ class Link:
         self.member.trouble(error, now_s())
 
     def _meet(self, error: Exception) -> None:
-        """Note whether another job's controller is at this job's address; workers that run go on all the same."""
-        if not isinstance(error, wire.AnotherJob):
+        """Note whether another run's controller is at this run's address; workers that run go on all the same."""
+        if isinstance(error, wire.AnotherJob):
+            stranger = another_job(self.controller, error)
+        elif isinstance(error, wire.Unproven) and self.has_met:
+            stranger = f"another run has begun at {self.controller}, with another secret"
+        else:
             if self.controller == self._stranger_at:  # an error at another address says nothing about it
                 self.stranger = ""
             return
         if not self.stranger:
             self._stranger_since_s = now_s()
-        self._stranger_at = self.controller
-        self.stranger = another_job(self.controller, error)
+        self._stranger_at, self.stranger = self.controller, stranger
         if self.member.runs and self.stranger != self._warned_of:
             self._warned_of = self.stranger
             self._run.warn(f"{self.stranger}; the workers of this node train on without it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import secrets
 from pathlib import Path
 
 import pytest
@@ -183,9 +184,11 @@ def linked(folder: Path, run_id: str, port: int, *, warned: list[str]) -> Link:
     return Link(run, at, JOIN, ordered=lambda: None)
 
 
-async def controller_of(run_id: str, secret: bytes, opened: list[wire.Connection]) -> wire.Server:
+async def controller_of(
+    run_id: str, secret: bytes, opened: list[wire.Connection], port: int = 0
+) -> wire.Server:
     callbacks = wire.ServerCallbacks(lambda _, __: None, opened.append, lambda _, __: None)
-    return await wire.serve("127.0.0.1", 0, wire.RunKey(secret, run_id), callbacks)
+    return await wire.serve("127.0.0.1", port, wire.RunKey(secret, run_id), callbacks)
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 0.5])
@@ -263,6 +266,30 @@ def test_workers_do_not_mind_another_jobs_controller_and_it_is_said_once(tmp_pat
     (told,) = warned
     assert "runs job 'job-a', this node was started for job 'job-b'" in told
     assert told.endswith("; the workers of this node train on without it")
+
+
+def test_a_node_without_workers_waits_in_vain_for_the_controller_of_a_run_that_began_anew(
+    tmp_path: Path,
+) -> None:
+    """The first launcher was killed and started again: its run has a secret of its own, and no place for this node."""
+    secret, opened = wire.write_secret(tmp_path / "secret"), list[wire.Connection]()
+
+    async def main() -> None:
+        before = await controller_of("job", secret, opened)
+        link = linked(tmp_path, "job", before.port, warned=[])
+        link.member.received(placement(0))
+        link.member.started()
+        link.open()
+        while not opened:
+            await asyncio.sleep(0.01)
+        await before.close()
+        after = await controller_of("job", secrets.token_bytes(32), opened, link.controller.port)
+        assert await asyncio.wait_for(link.next_place(), 60) is None
+        assert link.stranger == f"another run has begun at {link.controller}, with another secret"
+        await link.close()
+        await after.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("spare", [False, True])
