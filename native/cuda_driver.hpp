@@ -27,6 +27,7 @@ struct Driver {  // 0 is success
   int (*elapsed)(float*, Handle, Handle);  // milliseconds
   int (*lock_memory)(void**, std::size_t, unsigned);
   int (*to_host)(void*, std::uint64_t, std::size_t, Handle);
+  int (*wait_value)(Handle, std::uint64_t, std::uint32_t, unsigned);  // null: it has none
   int (*error_name)(int, const char**);
 
   static constexpr int kNotReady = 600;
@@ -34,6 +35,7 @@ struct Driver {  // 0 is success
   static constexpr unsigned kNonBlocking = 1;                  // a stream
   static constexpr unsigned kBlocking = 1, kNoTiming = 2;      // an event
   static constexpr unsigned kPortable = 1;                     // memory
+  static constexpr unsigned kEqual = 1;                        // a wait for a value
 
   // Null: this process has no CUDA, or had none at the first call.
   static const Driver* get() {
@@ -65,6 +67,7 @@ struct Driver {  // 0 is success
         one(all.lock_memory, "cuMemHostAlloc") && one(all.to_host, "cuMemcpyDtoHAsync_v2") &&
         one(all.error_name, "cuGetErrorName");
     if (!complete) all.error_name = nullptr;
+    one(all.wait_value, "cuStreamWaitValue32_v2");
     return all;
   }
 };

@@ -17,7 +17,7 @@ using cuda::Handle;
 // The moment on a stream from which on bytes may be read.
 class Moment {
  public:
-  explicit Moment(Handle stream) {
+  explicit Moment(Handle stream) : aborts_(aborts()), spoilt_(call("keepstep_gate_spoilt")) {
     const Driver* driver = Driver::get();
     if (driver == nullptr) throw std::runtime_error("this process has no CUDA");
     driver->check(driver->context(&context_), "cuCtxGetCurrent");
@@ -31,10 +31,22 @@ class Moment {
   Moment(const Moment&) = delete;
   Moment& operator=(const Moment&) = delete;
 
+  // Whether collectives were aborted since the groups were made, before or after the moment: bytes of it may be no state of
+  // a step, as NCCL tells nobody of an abort (nccl_gate.hpp).
+  bool is_spoilt() const { return spoilt_ || aborts() != aborts_; }
   Handle context() const { return context_; }
   Handle event() const { return event_; }
 
  private:
+  static std::uint64_t aborts() { return call("keepstep_gate_aborts"); }
+  // What the NCCL shim of this process says; 0: there is none.
+  static std::uint64_t call(const char* name) {
+    const auto function = reinterpret_cast<std::uint64_t (*)()>(dlsym(RTLD_DEFAULT, name));
+    return function == nullptr ? 0 : function();
+  }
+
+  std::uint64_t aborts_ = 0;
+  bool spoilt_ = false;
   Handle context_ = nullptr, event_ = nullptr;
 };
 

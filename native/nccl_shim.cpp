@@ -1,6 +1,6 @@
 // Stands in front of NCCL in a watched worker (LD_PRELOAD) and records its calls into the rank's ring. No Python, no CUDA,
 // no NCCL linked: docs/design/nccl-shim.md has the reasoning. Whatever goes wrong in here, the call itself is made.
-#include "nccl_timing.hpp"
+#include "nccl_gate.hpp"
 
 namespace keepstep::nccl {
 namespace {
@@ -206,6 +206,7 @@ Result ncclCommGrow(Comm comm, int size, const UniqueId* id, int rank, Comm* mad
 }
 
 Result ncclCommRevoke(Comm comm, int flags) {
+  gate().abort_comes();
   return life("ncclCommRevoke", Life::revoke, comm, [&] { return real_ncclCommRevoke(comm, flags); });
 }
 Result ncclCommSuspend(Comm comm, int flags) {
@@ -223,6 +224,7 @@ Result ncclCommDestroy(Comm comm) {
   return result;
 }
 Result ncclCommAbort(Comm comm) {
+  gate().abort_comes();
   const Result result = life("ncclCommAbort", Life::abort, comm, [&] { return real_ncclCommAbort(comm); });
   if (!is_bad(result) && recording() != nullptr) forget(comm);
   return result;
@@ -350,5 +352,14 @@ KEEPSTEP_CUDA(EXPORT_CUDA)
 extern "C" void keepstep_device_mark(std::uint64_t number, Stream stream) {
   if (recording() != nullptr) timing().mark(number, stream);
 }
+
+// A Session's part in an abort: docs/design/in-place-on-nccl.md.
+extern "C" bool keepstep_gate_put(Stream stream) { return gate().put(stream); }
+extern "C" void keepstep_gate_close() { gate().close(); }
+extern "C" void keepstep_gate_hold() { gate().hold(); }
+extern "C" void keepstep_gate_open() { gate().open(); }
+extern "C" void keepstep_gate_renew() { gate().renew(); }
+extern "C" std::uint64_t keepstep_gate_aborts() { return gate().aborts(); }
+extern "C" std::uint64_t keepstep_gate_spoilt() { return gate().spoilt(); }
 
 }  // namespace keepstep::nccl

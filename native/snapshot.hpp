@@ -136,6 +136,12 @@ class Work {
 
  protected:
   virtual void done() {}
+  bool is_spoilt() const { return moment_ != nullptr && moment_->is_spoilt(); }
+  void fail(const std::string& why) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = why;
+    changed_.notify_all();
+  }
 
  private:
   static constexpr size_t kNoSegment = ~size_t{0};
@@ -205,12 +211,6 @@ class Work {
   void taken_out(size_t segment) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--segments_[segment].left == 0) changed_.notify_all();
-  }
-
-  void fail(const std::string& why) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    failure_ = why;
-    changed_.notify_all();
   }
 
   // Fills the segments in their order, each when the one that had its place is empty.
@@ -313,6 +313,7 @@ class Snapshot final : public Work {
 
  private:
   void done() override {
+    if (is_spoilt()) return fail("a collective was aborted, so that this may be no state of a step");
     std::memcpy(slot_ + header_offset(data_bytes_), header_.data(), header_.size());
     uint8_t* table = slot_ + table_offset(data_bytes_, header_.size());
     std::memcpy(table, sums().data(), 8 * sums().size());

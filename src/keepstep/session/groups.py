@@ -57,16 +57,32 @@ def calls() -> int | None:
         return None
 
 
-def refusal() -> str:
-    """Why the training cannot begin again in this process, by what it has imported and made; "": it can."""
+def on_device() -> list[Any]:
+    """The process groups whose operations run on GPUs by NCCL."""
+    return [group for group in made() if "nccl" in _backends(group)]
+
+
+def abort(groups: Sequence[Any]) -> None:
+    """End the operations of groups on GPUs, so that whoever waits for one goes on. It may never return."""
+    for group in groups:
+        group.abort()
+
+
+def _backends(group: Any) -> set[str]:
+    return {str(group._get_backend(device).name()).lower() for device in group._device_types}
+
+
+def refusal(*, gated: bool = False) -> str:
+    """Why the training cannot begin again in this process, by what it has imported and made; "": it can.
+
+    ``gated``: whether no optimizer step on a GPU can come from a collective that was aborted.
+    """
     for module, words in _REFUSED.items():
         if module in sys.modules and (module != "torch.distributed.rpc.api" or _rpc_runs()):
             return f"a training with {words} is begun again in a fresh process"
-    backends = {
-        str(group._get_backend(device).name()).lower() for group in made() for device in group._device_types
-    }
-    if backends - {"gloo"}:
-        return f"groups of {', '.join(sorted(backends - {'gloo'}))} are made again in a fresh process"
+    others = {name for group in made() for name in _backends(group)} - {"gloo", "nccl" if gated else "gloo"}
+    if others:
+        return f"groups of {', '.join(sorted(others))} are made again in a fresh process"
     if getattr(sys.modules.get(_COMPILED), "FRAME_COUNTER", 0):
         return "compiled code is made again in a fresh process"
     sharded: Any = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", None)

@@ -34,6 +34,7 @@ from keepstep.checkpoint import api as door
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
 from keepstep.session import default_group, groups
+from keepstep.session.device_gate import DeviceGate
 from keepstep.worker import group_connections as _group_sockets
 from keepstep.worker import group_setup as _group_setup
 from keepstep.worker import milestones as _milestones
@@ -64,6 +65,7 @@ class Staying:
         self._out = threading.Event()  # the training was left, and all of it was dropped
         self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
         self._random = door.RandomState().state_dict()
+        self._gate = DeviceGate()
         self._default = default_group.found()  # looks through objects, hence before these are frozen
         signal.signal(SIGNAL, self._signalled)
         gc.freeze()  # objects that are there already need not be searched when a training is left
@@ -99,7 +101,7 @@ class Staying:
                 self._ended = True
                 groups.until_quiet()  # the frames are dropped next, and groups with them
                 raise error
-        refusal = groups.refusal()  # asked while the frames still hold the model
+        refusal = groups.refusal(gated=self._gate.stands)  # asked while the frames still hold the model
         if refusal:
             self._refuse(refusal)
         door.keep_memory()
@@ -126,6 +128,7 @@ class Staying:
         os.environ.update(environment)
         _group_setup.set_names(int(environment["KEEPSTEP_INCARNATION"]))
         _milestones.renew()
+        self._gate.renew()
         capture: Any = sys.modules.get("keepstep.capture")
         if capture is not None and capture.current() is not None:
             capture.current().renew()
@@ -161,14 +164,34 @@ class Staying:
     def _leave(self) -> None:
         self._over.set()
         again_s = _FIRST_AGAIN_S
+        aborting = self._abort()
         while not (self._out.is_set() or self._ended):
             _group_sockets.OURS.shut()
+            if aborting is not None:
+                if aborting.is_alive():
+                    self._gate.hold()
+                else:
+                    self._gate.open()
+                    aborting = None
             if self._inside:
                 signal.pthread_kill(self._thread, SIGNAL)
             self._out.wait(again_s)
             again_s = min(again_s * 1.5, _LONGEST_AGAIN_S)
         if self._ended:
             self._say(f"{REFUSED} its training has ended")
+
+    def _abort(self) -> threading.Thread | None:
+        """Begin to abort what goes on on a GPU behind a closed gate; None: nothing does.
+
+        An abort that does not return keeps the training from being left, and the launcher ends the process.
+        """
+        on_device = groups.on_device() if self._gate.stands else []
+        if not on_device:
+            return None
+        self._gate.close()
+        thread = threading.Thread(target=groups.abort, args=(on_device,), name="keepstep-abort", daemon=True)
+        thread.start()
+        return thread
 
     def _signalled(self, _: int, frame: FrameType | None) -> None:
         """Raise `Left` in the training; in code that handles a `Left` already, only when that takes long."""

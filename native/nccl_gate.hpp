@@ -1,0 +1,88 @@
+// A gate on the training's stream before the optimizer's kernels, so that none of them runs on what an aborted collective
+// has left. NCCL tells nobody of an abort: the collective's kernel ends, its tensor holds what was not reduced.
+//
+// The stream waits until a word of page-locked memory is 0 (2 µs of the GPU's time, no host function). Whoever aborts sets it
+// to 1 *before* NCCL is told, so that a stream that comes from an aborted collective finds the gate closed. Without a sign of
+// life from whoever closed it for a second the gate opens by itself: a process that cannot be helped had better go on and
+// fail. What comes after an abort is spoilt until the groups are whole again, and no snapshot of it is sealed.
+#pragma once
+
+#include <sys/syscall.h>
+
+#include <thread>
+
+#include "nccl_timing.hpp"
+
+namespace keepstep::nccl {
+namespace {
+
+class Gate {
+ public:
+  // The training's thread puts it on its stream. False: CUDA does not have such waits, or no memory.
+  bool put(Stream stream) noexcept {
+    owner_.store(static_cast<int>(syscall(SYS_gettid)), std::memory_order_relaxed);
+    const cuda::Driver* driver = cuda::Driver::get();
+    if (driver == nullptr || driver->wait_value == nullptr || !prepare(*driver)) return false;
+    return driver->wait_value(stream, reinterpret_cast<std::uint64_t>(word_.load()), 0, cuda::Driver::kEqual) == 0;
+  }
+
+  // A communicator is about to be aborted or revoked. By the training's own thread it is the script's own doing, which knows.
+  void abort_comes() noexcept {
+    if (static_cast<int>(syscall(SYS_gettid)) != owner_.load(std::memory_order_relaxed)) close();
+  }
+
+  void close() noexcept {
+    std::uint32_t* word = word_.load();
+    if (word == nullptr) return;
+    aborts_.fetch_add(1);
+    heard_ns_.store(ring::monotonic_ns());
+    __atomic_store_n(word, 1, __ATOMIC_SEQ_CST);
+    if (watched_.exchange(true)) return;
+    try {
+      std::thread([this, word] { watch(word); }).detach();
+    } catch (...) {  // nobody would open it
+      open();
+    }
+  }
+
+  void hold() noexcept { heard_ns_.store(ring::monotonic_ns()); }  // a sign of life
+  void open() noexcept {
+    if (std::uint32_t* word = word_.load()) __atomic_store_n(word, 0, __ATOMIC_SEQ_CST);
+  }
+  // The groups are whole again: what comes from now on is not spoilt.
+  void renew() noexcept { whole_at_.store(aborts_.load()); }
+  std::uint64_t aborts() const noexcept { return aborts_.load(); }
+  bool spoilt() const noexcept { return aborts_.load() != whole_at_.load(); }
+
+ private:
+  static constexpr std::int64_t kSilentNs = 1'000'000'000;
+
+  bool prepare(const cuda::Driver& driver) noexcept {
+    if (word_.load(std::memory_order_relaxed) != nullptr) return true;
+    void* found = nullptr;
+    if (driver.lock_memory(&found, sizeof(std::uint32_t), cuda::Driver::kPortable) != 0) return false;
+    *static_cast<std::uint32_t*>(found) = 0;
+    word_.store(static_cast<std::uint32_t*>(found));
+    return true;
+  }
+
+  void watch(std::uint32_t* word) noexcept {
+    for (timespec pause{0, 20'000'000}; __atomic_load_n(word, __ATOMIC_SEQ_CST) != 0; nanosleep(&pause, nullptr))
+      if (static_cast<std::int64_t>(ring::monotonic_ns() - heard_ns_.load()) > kSilentNs) open();
+    watched_.store(false);
+    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) != 0 && !watched_.exchange(true)) watch(word);  // closed meanwhile
+  }
+
+  std::atomic<std::uint32_t*> word_{nullptr};  // null: there is no gate
+  std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, heard_ns_{0};
+  std::atomic<bool> watched_{false};
+  std::atomic<int> owner_{0};
+};
+
+Gate& gate() {
+  static auto* made = new Gate;  // outlives what runs at exit
+  return *made;
+}
+
+}  // namespace
+}  // namespace keepstep::nccl
