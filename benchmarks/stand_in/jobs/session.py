@@ -2,7 +2,8 @@
 
     python session.py STEPS FOLDER
 
-Each rank adds ``step loss`` to ``FOLDER/losses-RANK``, a step late, so that the host never waits for its device.
+Each rank adds ``step loss time`` to ``FOLDER/losses-RANK``, a step late, so that the host never waits for its device.
+With ``WAIT_AT`` in the environment all ranks wait at that step until there is ``FOLDER/go``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep
 
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
+WAIT_AT = int(os.environ.get("WAIT_AT", "-1"))
 
 
 class Data:
@@ -57,6 +59,8 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
     path = folder / f"losses-{session.rank}"
     late: tuple[int, torch.Tensor] | None = None
     for step in session.steps(start, total):
+        while step == WAIT_AT and not (folder / "go").exists():
+            time.sleep(0.02)
         script.begin(step, stream)
         x = data.batch().pin_memory().cuda(non_blocking=True)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

@@ -123,11 +123,14 @@ def _warm_up(path: str) -> tuple[dict[str, str], str]:
 
 
 def _step() -> None:
-    """Step an optimizer, because torch imports its compiler at the first step, which takes seconds."""
+    """Step an optimizer, because torch imports its compiler at the first step, which takes seconds.
+
+    Adam's would make a CUDA context on a host with GPUs (torch 2.14): it asks for the device that is current.
+    """
     torch = sys.modules["torch"]
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter]).step()
+    torch.optim.SGD([parameter], lr=0.1).step()
 
 
 def _unfit() -> str:
