@@ -39,7 +39,7 @@ class NodeFault:
 
 
 def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFault]:
-    """The faults of nodes that an incident tells of, one a node. ``members``: names of the nodes that play ranks now."""
+    """The faults of nodes that an incident tells of, one each. ``members``: names of the nodes that play ranks now."""
     number, cause = incident.number, incident.cause
     spoken = [] if cause is None else [one for one in (cause.first, *cause.then) if one is not None]
     by_kernel = [one for one in spoken if one.source in KERNEL_SOURCES and one.node]
