@@ -97,7 +97,6 @@ def places_of(pods: Iterable[Pod]) -> set[str]:
 
 def job_of(key: JobKey, pods: Sequence[Pod], notes: Mapping[str, Sequence[Noted]]) -> TrainingJob:
     """A job with these pods, at least one, the oldest first. Its size is the number of nodes on which they run."""
-    remedy: Remedy = next((one for one in ORDER if any(_remedy_of(each) == one for each in pods)), "off")
     running = places_of(one for one in pods if one.status.phase == "Running")
     noted = (one for on_node in notes.values() for one in on_node if one.job == "/".join(key))
     return TrainingJob(
@@ -105,7 +104,7 @@ def job_of(key: JobKey, pods: Sequence[Pod], notes: Mapping[str, Sequence[Noted]
             nodes=len(running),
             template={},
             secret_name=(pods[0].metadata.annotations or {}).get(SECRET, "keepstep"),
-            node_remedy=remedy,
+            node_remedy=_least_remedy(pods),
         ),
         metadata=Meta(namespace=key[0], name=key[1], creation_timestamp=pods[0].metadata.creation_timestamp),
         status=JobStatus(faults=[one.fault for one in noted]),
@@ -176,6 +175,13 @@ def told_about(pods: Sequence[Pod], reason: str, message: str) -> Tell:
 
 def _remedy_of(pod: Pod) -> str:
     return (pod.metadata.annotations or {}).get(REMEDY, "advise")
+
+
+def _least_remedy(pods: Sequence[Pod]) -> Remedy:
+    for one in ORDER:
+        if any(_remedy_of(each) == one for each in pods):
+            return one
+    return "off"
 
 
 def _aged(one: Noted, unix_s: float) -> Noted:
