@@ -46,7 +46,7 @@ def certificate_in(data: object) -> ssl.SSLContext:
     try:
         files = [base64.b64decode(str(texts[name]), validate=True) for name in TLS_KEYS]
         if b"ENCRYPTED" in files[1]:
-            raise UsageError("its tls.key is encrypted")  # nobody is there to be asked for the password
+            raise UsageError("it has an encrypted tls.key")  # nobody is there to be asked for the password
         with ExitStack() as stack:
             return wire.client_context(wire.TlsPaths(*[stack.enter_context(_as_file(one)) for one in files]))
     except (binascii.Error, ValueError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from keepstep import wire
 from keepstep.core.errors import UsageError
@@ -32,7 +31,7 @@ class Interview:
         self._clock = clock
         self._asked = Asked()
         self._launch: tuple[str, Launch] = ("", Launch(""))  # the first pod's, by its uid
-        self._data: Any = None  # of the job's Secret
+        self._name, self._data = "", None  # of the job's Secret
         self._data_s = float("-inf")
         self._secret = b""
 
@@ -90,6 +89,8 @@ class Interview:
 
     async def _get_secret(self, api: Api, namespace: str, name: str) -> tuple[str, str] | None:
         """Have the job's secret at hand; reason and message where it cannot be had."""
+        if name != self._name:
+            self._name, self._secret = name, b""
         if self._secret and self._clock() - self._data_s < _SECRET_S:
             return None
         try:
