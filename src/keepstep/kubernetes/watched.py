@@ -87,12 +87,9 @@ def doubt_of(pods: Iterable[Pod]) -> tuple[str, str] | None:
 
 
 def places_of(pods: Iterable[Pod]) -> set[str]:
-    """The nodes on which pods have run that the scheduler has put there."""
-    return {
-        one.spec.node_name
-        for one in pods
-        if one.spec.node_name and one.status.phase != "Pending" and not one.chose_its_node
-    }
+    """The nodes on which pods have run that are believed."""
+    began = [one for one in pods if one.spec.node_name and one.status.phase != "Pending"]
+    return {one.spec.node_name for one in began if doubt_of([one]) is None}
 
 
 def job_of(key: JobKey, pods: Sequence[Pod], notes: Mapping[str, Sequence[Noted]]) -> TrainingJob:
