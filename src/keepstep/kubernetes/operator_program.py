@@ -49,7 +49,7 @@ _REPORT_S = 2.0
 _ASK_S = 5.0
 _LEASE_LOOK_S = 1.0
 _SAY_S = 30.0
-"""For so long a job of another maker has been heard, or not, before an Event says so."""
+"""For so long a job of another maker has not been heard before an Event says so."""
 _MOST_PLACES = 1000
 _REPEAT_S = 60.0
 """How often the same warning is printed."""
@@ -320,7 +320,10 @@ class Operator:
         reason, message = (
             ("Watched", "its controller answers") if told is not None else known.interview.trouble
         )
-        if reason not in ("", known.said) and known.since.seconds(reason) >= _SAY_S:
+        is_news = reason not in ("", known.said) and (
+            told is not None or known.since.seconds(reason) >= _SAY_S
+        )
+        if is_news:
             known.said = reason
             actions.append(watched.told_about(pods, reason, message))
         self._start(actions, known)
