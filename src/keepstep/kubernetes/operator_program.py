@@ -18,7 +18,7 @@ from lightkube import operators as op
 from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
 from keepstep.kubernetes import node_remedies, watched
-from keepstep.kubernetes.actions import Action, Make, Object, Report, SetTaints, Unmark
+from keepstep.kubernetes.actions import Action, Make, Note, Object, Report, SetTaints, Unmark
 from keepstep.kubernetes.cluster_api import (
     CONFLICT,
     FAILURES,
@@ -138,6 +138,7 @@ class Operator:
         self._changes = asyncio.Event()
         self._known: dict[JobKey, _Known] = {}
         self._known_watched: dict[JobKey, _Known] = {}
+        self._unseen = watched.Unseen()
         self._retry_s: dict[str, tuple[float, float]] = {}  # by action: not before, and how long was waited
         self._tasks: set[asyncio.Task[None]] = set()
         self._acting = asyncio.Semaphore(_AT_ONCE)
@@ -251,6 +252,8 @@ class Operator:
         if all(one.is_complete for one in self._jobs):
             self._known = {key: one for key, one in self._known.items() if key in jobs_now}
         others: set[JobKey] = set()
+        if self._unseen.are_there(nodes):
+            return
         for mirror in self._others:
             if mirror.is_complete:
                 for key, own in _watched(mirror).items():
@@ -340,6 +343,10 @@ class Operator:
                 self._speaker.once(f"would do: {one}")
             return
 
+        for one in due:
+            if isinstance(one, Note):
+                self._unseen.add(one)
+
         async def all_of_them() -> None:
             try:
                 await asyncio.gather(*(self._do(one, raw, known) for one in due))
@@ -357,11 +364,15 @@ class Operator:
     async def _do(self, action: Action, raw: Object | None, known: _Known | None) -> None:
         async with self._acting:
             if not self.leads:
+                if isinstance(action, Note):
+                    self._unseen.drop(action)
                 return
             text = str(action)
             try:
                 await self._api.do(action, raw)
             except FAILURES as error:
+                if isinstance(action, Note) and code_of(error):
+                    self._unseen.drop(action)
                 # What was read may be old: of a name that is taken nothing is said before the third time.
                 is_taken = code_of(error) == CONFLICT and isinstance(action, Make)
                 if is_taken or code_of(error) not in (CONFLICT, NOT_THERE):

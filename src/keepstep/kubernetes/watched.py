@@ -54,6 +54,30 @@ class Noted(msgspec.Struct, frozen=True):
     fault: Fault
 
 
+class Unseen:
+    """Notes that were written and are not seen on their nodes yet: until then nothing else is judged, as they count."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, str] = {}  # by node: the one that the note was written to
+
+    def add(self, note: Note) -> None:
+        """It is written now."""
+        self._versions[note.node] = note.version
+
+    def drop(self, note: Note) -> None:
+        """The API server has refused it."""
+        self._versions.pop(note.node, None)
+
+    def are_there(self, nodes: Mapping[str, Node]) -> bool:
+        """Whether there are any. A node that has changed shows its note, as no other change came before that."""
+        self._versions = {
+            name: version
+            for name, version in self._versions.items()
+            if name in nodes and nodes[name].metadata.resource_version == version
+        }
+        return bool(self._versions)
+
+
 def watched_jobs(pods: Iterable[Pod]) -> dict[JobKey, list[Pod]]:
     """The pods of each job by its namespace and name, the oldest jobs first, without those of `TrainingJob`s."""
     found: dict[JobKey, list[Pod]] = {}

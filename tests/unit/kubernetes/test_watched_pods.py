@@ -164,7 +164,7 @@ def test_the_budget_of_an_hour_holds_over_operators() -> None:
     pods.nodes = {f"n{at}": node(f"n{at}") for at in range(40)}
     pods.tells("n1", "hardware", 1)
     pods.settle()
-    pods.places = {}
+    pods.take_over()
     pods.tells("n2", "hardware", 2)
     pods.settle()
     assert pods.shown() == {"n1": HARDWARE, "n2": (["KeepstepHardware"], [])}
@@ -175,6 +175,29 @@ def test_the_budget_of_an_hour_holds_over_operators() -> None:
     pods.tells("n3", "hardware", 3)
     pods.settle()
     assert pods.shown()["n3"] == HARDWARE
+
+
+def test_a_note_counts_before_it_is_seen() -> None:
+    pods = running()
+    pods.nodes = {f"n{at}": node(f"n{at}") for at in range(40)}
+    pods.tells("n1", "hardware", 1)
+    view = pods.view()
+    pods.look(view)
+    pods.tells("n2", "hardware", 2)
+    assert pods.look(view) == []
+    pods.settle()
+    assert pods.shown() == {"n1": HARDWARE, "n2": (["KeepstepHardware"], [])}
+
+
+def test_a_note_that_was_refused_is_not_waited_for() -> None:
+    pods = running()
+    view = pods.view()
+    pods.uncondition("n1", "none")
+    pods.tells("n1", "hardware", 1)
+    assert [type(one) for one in pods.look(view)] == [Note]
+    assert [type(one) for one in pods.look(view)] == [Note]
+    pods.settle()
+    assert pods.shown() == {"n1": HARDWARE}
 
 
 def test_a_tenth_of_the_cluster_by_the_orders_of_all_jobs() -> None:
@@ -192,7 +215,7 @@ def test_who_gives_a_node_back_is_not_gainsaid() -> None:
     pods.uncondition("n1", "KeepstepHardware")
     pods.settle()
     assert pods.shown() == {}
-    pods.places = {}
+    pods.take_over()
     pods.settle(20)
     assert pods.shown() == {}, "nor by another operator"
     pods.now_s += 3600

@@ -64,6 +64,7 @@ class VirtualPods:
     most: Remedy = "auto"
     now_s: float = 1000.0
     places: dict[str, set[str]] = field(default_factory=dict)
+    unseen: watched.Unseen = field(default_factory=watched.Unseen)
     actions: list[Action] = field(default_factory=list)
     _count: int = 1
 
@@ -80,13 +81,13 @@ class VirtualPods:
             name: msgspec.convert(copy.deepcopy(one), Node) for name, one in self.nodes.items()
         }
 
-    def look(
-        self, view: tuple[list[Pod], dict[str, Node]] | None = None, places: dict[str, set[str]] | None = None
-    ) -> list[Action]:
-        """One look of an operator, and what it does. ``places``: the nodes on which it has seen pods of each job."""
-        (pods, nodes), places = view or self.view(), self.places if places is None else places
+    def look(self, view: tuple[list[Pod], dict[str, Node]] | None = None) -> list[Action]:
+        """One look of the operator, and what it does."""
+        (pods, nodes), places = view or self.view(), self.places
         unix_s = EPOCH_S + self.now_s
         actions: list[Action] = [*node_remedies.tidied(nodes.values())]
+        if self.unseen.are_there(nodes):
+            pods = []
         notes = watched.notes_on(nodes, unix_s)
         tainted = watched.to_be_tainted(notes)
         for key, own in watched.watched_jobs(pods).items():
@@ -95,7 +96,10 @@ class VirtualPods:
             cluster = node_remedies.Cluster(nodes, used, self.most, unix_s, tainted)
             actions += watched.remedies_for(key, own, self.told.get(key[1], ()), notes, cluster)
         for one in actions:
-            self.do(one)
+            if isinstance(one, Note):
+                self.unseen.add(one)
+            if not self.do(one) and isinstance(one, Note):
+                self.unseen.drop(one)
         self.actions += actions
         return actions
 
@@ -105,13 +109,18 @@ class VirtualPods:
             self.now_s += 1.0
             self.look()
 
-    def do(self, action: Action) -> None:
+    def take_over(self) -> None:
+        """Another operator acts from now on."""
+        self.places, self.unseen = {}, watched.Unseen()
+
+    def do(self, action: Action) -> bool:
+        """Do it; false where it is refused."""
         if isinstance(action, Tell):
-            return
+            return True
         assert isinstance(action, Mark | Note | SetTaints), f"never: {action}"
         one = self.nodes.get(action.node)
         if one is None:
-            return
+            return False
         if isinstance(action, Mark):
             self.uncondition(action.node, action.condition)
             one["status"]["conditions"].append(
@@ -123,9 +132,10 @@ class VirtualPods:
             else:
                 one["spec"]["taints"] = list(msgspec.to_builtins(action.taints))
         else:
-            return
+            return False
         self._count += 1
         one["metadata"]["resourceVersion"] = str(self._count)
+        return True
 
     def uncondition(self, name: str, condition: str) -> None:
         """Somebody removes a condition."""
