@@ -242,7 +242,8 @@ class Operator:
             if fault.taint and fault.state == "Ordered"
         }
         notes = watched.notes_on(nodes, time.time())
-        tainted |= watched.to_be_tainted(notes)
+        unseen = self._unseen.on(nodes)
+        tainted |= watched.to_be_tainted(notes) | unseen
         for jobs, pods, services in zip(self._jobs, self._pods, self._services, strict=True):
             if not (jobs.is_complete and pods.is_complete and services.is_complete):
                 continue
@@ -252,7 +253,7 @@ class Operator:
         if all(one.is_complete for one in self._jobs):
             self._known = {key: one for key, one in self._known.items() if key in jobs_now}
         others: set[JobKey] = set()
-        if self._unseen.are_there(nodes):
+        if unseen:
             return
         for mirror in self._others:
             if mirror.is_complete:

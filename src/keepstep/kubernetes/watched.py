@@ -68,14 +68,14 @@ class Unseen:
         """The API server has refused it."""
         self._versions.pop(note.node, None)
 
-    def are_there(self, nodes: Mapping[str, Node]) -> bool:
-        """Whether there are any. A node that has changed shows its note, as no other change came before that."""
+    def on(self, nodes: Mapping[str, Node]) -> set[str]:
+        """Their nodes. One that has changed shows its note, as no other change came before that."""
         self._versions = {
             name: version
             for name, version in self._versions.items()
             if name in nodes and nodes[name].metadata.resource_version == version
         }
-        return bool(self._versions)
+        return set(self._versions)
 
 
 def watched_jobs(pods: Iterable[Pod]) -> dict[JobKey, list[Pod]]:

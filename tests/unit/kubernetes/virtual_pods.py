@@ -86,7 +86,7 @@ class VirtualPods:
         (pods, nodes), places = view or self.view(), self.places
         unix_s = EPOCH_S + self.now_s
         actions: list[Action] = [*node_remedies.tidied(nodes.values())]
-        if self.unseen.are_there(nodes):
+        if self.unseen.on(nodes):
             pods = []
         notes = watched.notes_on(nodes, unix_s)
         tainted = watched.to_be_tainted(notes)
