@@ -48,7 +48,8 @@ _MOST_TEXT = 500
 class Cluster:
     """All nodes by name; the job's, now or earlier; most that may be done; Unix time now.
 
-    ``tainted``: nodes that are to get our taint, by the orders of any job.
+    ``tainted``: nodes that are to get our taint, by the orders of any job. ``shared``: how many nodes a job may taint
+    together with others; None where it shares with none.
     """
 
     nodes: Mapping[str, Node]
@@ -56,6 +57,7 @@ class Cluster:
     most: Remedy
     unix_s: float
     tainted: set[str]
+    shared: DrainBudget | None = None
 
 
 def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
@@ -106,6 +108,8 @@ def judged(job: TrainingJob, told: Sequence[FaultyNode], cluster: Cluster) -> li
         why = "" if remedy == "advise" else _why_no_taint(new.node, cluster)
         if remedy == "auto" and not why and not budget.take(cluster.unix_s):
             why = "other nodes of the job were tainted within the hour"
+        if remedy == "auto" and not why and cluster.shared and not cluster.shared.take(cluster.unix_s):
+            why = "other nodes of the namespace's jobs were tainted within the hour"
         taint = remedy == "auto" and not why
         if taint:
             cluster.tainted.add(new.node)

@@ -38,6 +38,7 @@ from keepstep.kubernetes.lease_election import LEASE_S, Election
 from keepstep.kubernetes.mirror import Mirror
 from keepstep.kubernetes.objects import ENDS, JOB, WATCH, Meta, Node, Pod, Remedy, TrainingJob
 from keepstep.kubernetes.since import Since
+from keepstep.launch.schedulers.node_faults import DrainBudget
 
 LEASE = "keepstep-operator"
 _LOOK_S = 2.0
@@ -257,9 +258,11 @@ class Operator:
             return
         for mirror in self._others:
             if mirror.is_complete:
-                for key, own in _watched(mirror).items():
-                    others.add(key)
-                    self._look_at_watched(key, own, nodes, notes, tainted)
+                found = _watched(mirror)
+                others |= found.keys()
+                budget = watched.budget_of(found, notes)
+                for key, own in found.items():
+                    self._look_at_watched(key, own, nodes, notes, tainted, budget)
         if all(one.is_complete for one in self._others):
             self._known_watched = {key: one for key, one in self._known_watched.items() if key in others}
 
@@ -310,6 +313,7 @@ class Operator:
         nodes: dict[str, Node],
         notes: dict[str, list[watched.Noted]],
         tainted: set[str],
+        budget: DrainBudget,
     ) -> None:
         known = self._known_watched.setdefault(key, _Known(""))
         if known.is_busy:
@@ -318,7 +322,7 @@ class Operator:
         known.places |= dict.fromkeys(watched.places_of(pods))
         known.places = dict.fromkeys(list(known.places)[-_MOST_PLACES:])
         told = known.interview.told
-        cluster = node_remedies.Cluster(nodes, known.places, self._most, time.time(), tainted)
+        cluster = node_remedies.Cluster(nodes, known.places, self._most, time.time(), tainted, budget)
         faults = told.faults if told is not None else ()
         actions = list(watched.remedies_for(key, pods, faults, notes, cluster))
         reason, message = (

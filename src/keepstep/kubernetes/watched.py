@@ -39,6 +39,7 @@ from keepstep.kubernetes.objects import (
     Remedy,
     TrainingJob,
 )
+from keepstep.launch.schedulers.node_faults import DrainBudget
 from keepstep.wire.messages import FaultyNode
 
 JobKey = tuple[str, str]
@@ -110,19 +111,19 @@ def doubt_of(pods: Iterable[Pod]) -> tuple[str, str] | None:
     return None
 
 
-def places_of(pods: Iterable[Pod]) -> set[str]:
-    """The nodes on which pods have run that are believed."""
-    began = [one for one in pods if one.spec.node_name and one.status.phase != "Pending"]
+def places_of(pods: Iterable[Pod], *phases: str) -> set[str]:
+    """The nodes on which pods have run that are believed, and are in one of the phases."""
+    wanted = phases or ("Running", "Succeeded", "Failed", "Unknown")
+    began = [one for one in pods if one.spec.node_name and one.status.phase in wanted]
     return {one.spec.node_name for one in began if doubt_of([one]) is None}
 
 
 def job_of(key: JobKey, pods: Sequence[Pod], notes: Mapping[str, Sequence[Noted]]) -> TrainingJob:
     """A job with these pods, at least one, the oldest first. Its size is the number of nodes on which they run."""
-    running = places_of(one for one in pods if one.status.phase == "Running")
     noted = (one for on_node in notes.values() for one in on_node if one.job == "/".join(key))
     return TrainingJob(
         spec=JobSpec(
-            nodes=len(running),
+            nodes=len(places_of(pods, "Running")),
             template={},
             secret_name=(pods[0].metadata.annotations or {}).get(SECRET, "keepstep"),
             node_remedy=_least_remedy(pods),
@@ -154,6 +155,17 @@ def to_be_tainted(notes: Mapping[str, Sequence[Noted]]) -> set[str]:
         for name, noted in notes.items()
         if any(one.fault.taint and one.fault.state == "Ordered" for one in noted)
     }
+
+
+def budget_of(jobs: Mapping[JobKey, Sequence[Pod]], notes: Mapping[str, Sequence[Noted]]) -> DrainBudget:
+    """How many nodes all jobs of one namespace may taint now, as who makes pods may call as many jobs as he likes."""
+    running = {one for pods in jobs.values() for one in places_of(pods, "Running")}
+    spaces = {namespace for namespace, _ in jobs}
+    budget = DrainBudget(len(running))
+    faults = [one.fault for noted in notes.values() for one in noted if one.job.partition("/")[0] in spaces]
+    for at_s in sorted(one.ordered for one in faults if one.taint):
+        budget.take(at_s)
+    return budget
 
 
 def remedies_for(

@@ -200,6 +200,22 @@ def test_a_note_that_was_refused_is_not_waited_for() -> None:
     assert pods.shown() == {"n1": HARDWARE}
 
 
+def test_whoever_calls_his_pods_many_jobs_has_no_more_nodes_tainted() -> None:
+    pods = VirtualPods([pod(f"j{at}-0", f"n{at}", job=f"j{at}") for at in range(9)])
+    pods.nodes = {f"n{at}": node(f"n{at}") for at in range(100)}
+    for at in range(9):
+        pods.tells(f"n{at}", "hardware", 1, job=f"j{at}")
+    pods.settle()
+    assert [name for name in pods.nodes if pods.taints(name)] == ["n0"]
+    assert sum(bool(pods.conditions(name)) for name in pods.nodes) == 9
+    pods.take_over()
+    pods.pods.append(pod("j9-0", "n9", job="j9"))
+    pods.tells("n9", "hardware", 1, job="j9")
+    pods.settle()
+    (noted,) = msgspec.json.decode(pods.nodes["n9"]["metadata"]["annotations"][FAULTS])
+    assert noted["fault"]["why"] == "other nodes of the namespace's jobs were tainted within the hour"
+
+
 def test_a_tenth_of_the_cluster_by_the_orders_of_all_jobs() -> None:
     pods = VirtualPods([pod(f"{job}-0", f"n{at}", job=job) for at, job in enumerate("abcd")])
     for at, job in enumerate("abcd"):

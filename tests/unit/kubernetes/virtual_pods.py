@@ -90,10 +90,12 @@ class VirtualPods:
             pods = []
         notes = watched.notes_on(nodes, unix_s)
         tainted = watched.to_be_tainted(notes)
-        for key, own in watched.watched_jobs(pods).items():
+        jobs = watched.watched_jobs(pods)
+        budget = watched.budget_of(jobs, notes)
+        for key, own in jobs.items():
             used = places.setdefault(key[1], set())
             used |= watched.places_of(own)
-            cluster = node_remedies.Cluster(nodes, used, self.most, unix_s, tainted)
+            cluster = node_remedies.Cluster(nodes, used, self.most, unix_s, tainted, budget)
             actions += watched.remedies_for(key, own, self.told.get(key[1], ()), notes, cluster)
         for one in actions:
             if isinstance(one, Note):
