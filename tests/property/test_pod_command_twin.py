@@ -43,7 +43,6 @@ MAKERS: list[dict[str, str]] = [
     {"VC_TASK_INDEX": "2", "VC_NODE_HOSTS": "train-0.train,train-1.train,train-2.train,train-3.train"},
     {"PET_MASTER_ADDR": "train-0.train", "PET_MASTER_PORT": "29500", "PET_NNODES": "3", "PET_NODE_RANK": "2"},
     {"TORCHELASTIC_RUN_ID": "9", "JOB_COMPLETION_INDEX": "2"},
-    {"SLURM_JOB_ID": "5", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "a[1-2]"},
 ]
 
 
@@ -70,6 +69,42 @@ def drawn(rng: random.Random) -> tuple[list[str], dict[str, str]]:
     if rng.random() < 0.1:
         words.append("--standalone")
     return [*words, "train.py", "--rdzv-id=no"], environ
+
+
+def strange(rng: random.Random) -> str:
+    """A text that nobody would write, or one of the usual ones."""
+    parts = [
+        "--",
+        "-",
+        "=",
+        ":",
+        "[",
+        "]",
+        "$(",
+        ")",
+        "$",
+        "9" * 5000,
+        "%s",
+        "\0",
+        "é",
+        "1e999",
+        "nan",
+        "a" * 300,
+        " ",
+    ]
+    usual = [f"--{name}" for name in FLAGS] + [one for values in FLAGS.values() for one in values]
+    return "".join(rng.choice(rng.choice([parts, usual])) for _ in range(rng.randrange(4)))
+
+
+@pytest.mark.parametrize("seed", range(many(5)))
+def test_nothing_that_is_in_a_pod_stops_the_operator(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"PET_{name.upper()}" for name in FLAGS] + [name for one in MAKERS for name in one]
+    names += ["KEEPSTEP_CONTROLLER_LISTEN", "KEEPSTEP_TLS_CERT", "SLURM_JOB_ID", "SLURM_STEP_ID"]
+    for _ in range(300):
+        environ = {rng.choice(names): strange(rng) for _ in range(rng.randrange(5))}
+        launch = launch_of(pod_with([strange(rng) for _ in range(rng.randrange(8))], environ))
+        assert 0 <= launch.port <= 65535
 
 
 def expanded(text: str, environ: dict[str, str]) -> str:

@@ -36,6 +36,8 @@ CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.
 VALUE = "keepstep-operator"
 """The value of our taints: one with another value is somebody else's."""
 REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
+_AHEAD_S = 3600.0
+"""What is told to be of later than this is of no clock."""
 LOST_S = 600.0
 """A node was lost no longer ago than this: later, that its kubelet is not heard proves nothing about it."""
 ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
@@ -79,7 +81,7 @@ def believed(
     return [
         one
         for one in told
-        if one.unix_s >= job.metadata.created_unix_s
+        if job.metadata.created_unix_s <= one.unix_s < unix_s + _AHEAD_S
         and (one.kind != "lost" or _is_lost_still(one, pods, unix_s))
     ]
 

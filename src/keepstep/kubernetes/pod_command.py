@@ -25,6 +25,7 @@ _PROGRAMS = ("keepstep", "keepstep.cli")
 _TLS = ("tls_cert", "tls_key", "tls_ca")
 _SETTINGS = [one for one in SETTINGS if one.name in (*_TLS, "controller_listen")]
 _MOST_CHARACTERS = 1 << 16
+_MOST_WORDS = 1000
 _MOST_UNKNOWN = 10
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 _FIELD = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
@@ -62,7 +63,7 @@ def launch_of(pod: Pod) -> Launch:
         found = _parsed([_expanded(one, environ) for one in words], environ, pod)
         if found.port or not doubts:
             return replace(found, doubt="; ".join(doubts))
-    except UsageError as error:
+    except (UsageError, ValueError) as error:  # the latter: a number of thousands of digits
         doubts.append(str(error))
     has_tls = any(environ.get(f"KEEPSTEP_{name.upper()}") for name in _TLS)
     return Launch(re.sub(r"-[0-9]+$", "", pod.hostname), has_tls=has_tls, doubt="; ".join(doubts))
@@ -81,6 +82,8 @@ def _launcher(containers: Sequence[Container]) -> tuple[Container, list[str] | N
 def _parsed(words: list[str], environ: Mapping[str, str], pod: Pod) -> Launch:
     """As `launch.command.job.job_from_command_line` does. Raises UsageError as that does."""
     _bounded(sum(map(len, words)))
+    if len(words) > _MOST_WORDS:  # the parser's time grows with their square
+        raise UsageError(f"its command has more than {_MOST_WORDS} words")
     given = flags.parse(words, environ, add_help=False)
     domain = f".{pod.spec.subdomain}.{pod.metadata.namespace}.svc" if pod.spec.subdomain else ""
     fill_from_scheduler(given, environ, f"{pod.hostname}{domain}")
@@ -111,6 +114,8 @@ def _environment(container: Container, pod: Pod) -> tuple[dict[str, str], list[s
         value = _expanded(one.value, environ) if one.value_from is None else _field(one.value_from, pod)
         environ.pop(one.name, None)
         _bounded(size := size + len(value or ""))
+        if one.name.startswith("SLURM"):
+            continue  # Slurm sets its own where a step begins, and a list of nodes may stand for gigabytes
         if value is None:
             unknown.append(one.name)
         else:

@@ -91,11 +91,14 @@ def test_a_job_of_one_node_listens_nowhere(words: list[str]) -> None:
         ([*RUN, "--rdzv-endpoint=a:0", "t.py"], "--rdzv-endpoint a:0"),
         ([*RUN, "--controller-listen=a", "t.py"], "any free port"),
         ([*RUN, "x" * 70000], "more than 65536 characters"),
+        ([*RUN, *["-q"] * 1000, "t.py"], "more than 1000 words"),
+        ([*RUN, f"--rdzv-endpoint=h:{'9' * 5000}", "t.py"], ""),
     ],
 )
 def test_what_cannot_be_understood_is_asked_as_usual(command: list[str], doubt: str) -> None:
     launch = launch_of(pod(command, INDEX))
     assert heard(launch) == ("train", "", 29400, False)
+    assert launch.doubt
     assert doubt in launch.doubt
 
 
