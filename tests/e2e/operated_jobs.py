@@ -203,6 +203,11 @@ class Operated:
         found = self.api.get(f"/api/v1/nodes/{node}")["spec"].get("taints", [])
         return {one["key"]: one["effect"] for one in found if "node.kubernetes.io" not in one["key"]}
 
+    def notes(self, node: str) -> str:
+        """What the operator has noted on a node."""
+        meta = self.api.get(f"/api/v1/nodes/{node}")["metadata"]
+        return meta.get("annotations", {}).get("keepstep.dev/faults", "")
+
     def conditions(self, node: str) -> dict[str, str]:
         """What keepstep says of a node: messages by condition."""
         found = self.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]

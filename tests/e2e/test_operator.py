@@ -115,6 +115,7 @@ def test_pods_of_another_maker_are_watched_and_left_alone(cluster: Operated, tmp
     pods = cluster.pods()
     assert {name: one["metadata"]["uid"] for name, one in pods.items()} == made
     assert not [name for name, one in pods.items() if "deletionTimestamp" in one["metadata"]]
+    until(lambda: '"state":"Done"' in cluster.notes(broken), "it is noted that all is done")
     cluster.run("--clear", broken)
     cluster.trains(steps=50)
     assert (cluster.conditions(broken), cluster.taints(broken)) == ({}, {}), "the same incident is no news"
