@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import yaml
 from tests.e2e.faulty_api import FaultyApi
 from tests.e2e.kube_api import MERGE, ApiError, Object
 from tests.e2e.kube_bed import KubeBed, until
+from tests.e2e.stand_in_job import SHARED, StandInJob
 from tests.e2e.test_backups import backed_up
 
 OPERATOR = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 TRAIN = Path(__file__).parents[2] / "benchmarks/operate/job.py"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
 PODS = "/api/v1/namespaces/default/pods"
-SHARED = "/run/shared"
+FALSE = Path(__file__).with_name("false_controller.py")
 _XID = "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE)"
 
 
@@ -105,6 +107,69 @@ class Operated:
         job["spec"] |= spec
         self.api.post(JOBS, job)
 
+    def train_indexed(self, steps: int, *flags: str, **annotations: str) -> StandInJob:
+        """Make the pods of an indexed Job of real launchers, three nodes and a spare, which are to be watched."""
+        words = ["--nnodes=3", "--nproc-per-node=1", "--max-restarts=3", "--secret-file=/etc/keepstep/secret"]
+        words += [*flags, "--run-dir=/run/keepstep/train", str(TRAIN), SHARED, str(steps), "0.1"]
+        own = {f"keepstep.dev/{name.replace('_', '-')}": text for name, text in annotations.items()}
+        labels = {"keepstep.dev/watch": "train"}
+        return StandInJob(self.api, 4, words, self.folder, labels=labels, annotations=own, has_secret=True)
+
+    def make_false(
+        self, name: str, *accused: str, namespace: str = "default", job: str = "", spec: Object | None = None
+    ) -> None:
+        """Make a pod that is to be watched and says of nodes that they are bad."""
+        pod: Object = {
+            "metadata": {
+                "name": name,
+                "labels": {"keepstep.dev/watch": job or name},
+                "annotations": {"keepstep.dev/node-remedy": "auto"},
+            },
+            "spec": {
+                "restartPolicy": "Never",
+                "containers": [
+                    {
+                        "name": "false",
+                        "image": "none",
+                        "command": [
+                            "sh",
+                            "-c",
+                            f'exec python {FALSE} {name[:-2]} "$@" "$NODE"',
+                            "sh",
+                            *accused,
+                        ],
+                        "env": [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+                        "volumeMounts": [{"name": "secret", "mountPath": "/etc/keepstep"}],
+                    }
+                ],
+                "volumes": [{"name": "secret", "secret": {"secretName": "keepstep", "defaultMode": 0o400}}],
+                **(spec or {}),
+            },
+        }
+        self.api.post(PODS.replace("/default/", f"/{namespace}/"), pod)
+
+    def make_namespace(self, name: str) -> None:
+        """Make a namespace with a secret that pods share."""
+        self.api.post("/api/v1/namespaces", {"metadata": {"name": name}})
+        self.bed.token("default", name)
+        secret = {"metadata": {"name": "keepstep"}, "stringData": {"secret": secrets.token_hex(32)}}
+        self.api.post(f"/api/v1/namespaces/{name}/secrets", secret)
+
+    def put_into_secret(self, files: Mapping[str, str]) -> None:
+        """Add files to the secret that the pods share: paths by key."""
+        texts = {key: Path(path).read_text() for key, path in files.items()}
+        self.api.patch("/api/v1/namespaces/default/secrets/keepstep", {"stringData": texts})
+
+    def events(self, pod_prefix: str) -> set[str]:
+        """The reasons of the operator's Events about pods whose names begin so."""
+        return {
+            one["reason"]
+            for one in self.api.get("/api/v1/namespaces/default/events")["items"]
+            if one["source"].get("component") == "keepstep-operator"
+            and one["involvedObject"]["kind"] == "Pod"
+            and one["involvedObject"]["name"].startswith(pod_prefix)
+        }
+
     def job(self) -> Object:
         """The job as it is now."""
         return self.api.get(f"{JOBS}/train")
@@ -138,6 +203,11 @@ class Operated:
         found = self.api.get(f"/api/v1/nodes/{node}")["spec"].get("taints", [])
         return {one["key"]: one["effect"] for one in found if "node.kubernetes.io" not in one["key"]}
 
+    def notes(self, node: str) -> str:
+        """What the operator has noted on a node."""
+        meta = self.api.get(f"/api/v1/nodes/{node}")["metadata"]
+        return meta.get("annotations", {}).get("keepstep.dev/faults", "")
+
     def conditions(self, node: str) -> dict[str, str]:
         """What keepstep says of a node: messages by condition."""
         found = self.api.get(f"/api/v1/nodes/{node}")["status"]["conditions"]
@@ -165,9 +235,9 @@ class Operated:
         before = [self.step(rank) for rank in range(ranks)]
         until(lambda: all(self.step(rank) >= before[rank] + steps for rank in range(ranks)), "all train", 90)
 
-    def is_backed_up(self) -> bool:
+    def is_backed_up(self, first_pod: str = "train-0") -> bool:
         """Whether each node's state is on another one, too."""
-        first = self.bed.kubelets.find("train-0").container.folder
+        first = self.bed.kubelets.find(first_pod).container.folder
         return backed_up(first / "volumes/keepstep-run/train") >= 5
 
     def said(self) -> str:

@@ -136,8 +136,9 @@ class SlurmBed:
         daemon.wait(PATIENCE_S)
 
     def start_node(self, node: str) -> None:
-        """Start the daemon of a node."""
-        self.daemon(node, "slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
+        """Start the daemon of a node, which has a host name of its own."""
+        named = ("unshare", "--uts", "sh", "-c", f'hostname {node} && exec "$@"', "sh")
+        self.daemon(node, *named, "slurmd", "-D", "-f", f"{self.folder}/slurm.conf", "-N", node)
 
     def state(self, node: str) -> str:
         """The state of a node in ``sinfo``'s words."""

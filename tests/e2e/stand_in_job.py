@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,25 @@ PODS = "/api/v1/namespaces/default/pods"
 
 
 class StandInJob:
-    """Pods of one indexed Job. ``shared``: a folder that all of them see as ``SHARED``."""
+    """Pods of one indexed Job.
+
+    ``shared``: a folder that all of them see as ``SHARED``; ``labels`` and ``annotations``: further ones of theirs.
+    """
 
     def __init__(
-        self, api: KubeApi, pods: int, words: Sequence[str], shared: Path, *, name: str = "train"
+        self,
+        api: KubeApi,
+        pods: int,
+        words: Sequence[str],
+        shared: Path,
+        *,
+        name: str = "train",
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+        has_secret: bool = False,
     ) -> None:
         self._api, self.count, self.name = api, pods, name
+        self._labels, self._annotations = dict(labels or {}), dict(annotations or {})
         service, _ = yaml.safe_load_all(_MANIFEST.read_text())
         self.template = template_of(words, shared)
         (main,) = self.template["spec"]["containers"]
@@ -42,7 +55,8 @@ class StandInJob:
         self.template["spec"]["subdomain"] = name
         service["metadata"]["name"] = name
         service["spec"]["selector"] = {_LABEL: name}
-        make_secret(api)
+        if not has_secret:
+            make_secret(api)
         api.post("/api/v1/namespaces/default/services", service)
         self._over = threading.Event()
         for index in range(pods):
@@ -54,8 +68,8 @@ class StandInJob:
         spec["hostname"] = f"{self.name}-{index}"
         meta = {
             "name": f"{self.name}-{index}-{secrets.token_hex(3)[:5]}",
-            "labels": {_LABEL: self.name, _INDEX: str(index)},
-            "annotations": {_INDEX: str(index)},
+            "labels": {**self._labels, _LABEL: self.name, _INDEX: str(index)},
+            "annotations": {**self._annotations, _INDEX: str(index)},
         }
         self._api.post(PODS, {"metadata": meta, "spec": spec})
 

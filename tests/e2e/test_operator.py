@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.certificates import certificates
 from tests.e2e import kube_bed
 from tests.e2e.kube_bed import until
 from tests.e2e.operated_jobs import Operated
 from tests.warm.warm_fork import ROOM
 
+TLS_FILES = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 
@@ -87,6 +89,63 @@ def test_a_broken_node_is_told_and_tainted_and_its_pod_comes_elsewhere(cluster: 
     cluster.run("--clear", broken)
     assert (cluster.conditions(broken), list(cluster.taints(broken))) == ({}, ["example.com/gpu"])
     until(lambda: not cluster.status().get("excludedNodes"), "it is not excluded any more")
+
+
+def test_pods_of_another_maker_are_watched_and_left_alone(cluster: Operated, tmp_path: Path) -> None:
+    """An indexed Job with a certificate, an endpoint and an id of its own."""
+    (tmp_path / "job").mkdir()
+    tls = certificates(tmp_path / "job")
+    cluster.put_into_secret({"tls.crt": tls.cert, "tls.key": tls.key, "ca.crt": tls.ca})
+    cluster.start("--node-remedy=auto")
+    flags = [f"--tls-{flag}=/etc/keepstep/{key}" for flag, key in TLS_FILES.items()]
+    flags += ["--rdzv-endpoint=train-0.train:29411", "--rdzv-id=own", "--node-rank=$(JOB_COMPLETION_INDEX)"]
+    job = cluster.train_indexed(2000, *flags, node_remedy="auto")
+    cluster.trains()
+    (broken,) = cluster.rank_nodes(1)
+    until(lambda: "Watched" in cluster.events("train-"), "the operator has asked the job")
+    first = job.pod(0)["metadata"]["name"]
+    until(lambda: cluster.is_backed_up(first), "states are on other nodes, too")
+    made = {name: one["metadata"]["uid"] for name, one in cluster.pods().items()}
+    cluster.break_gpu(broken)
+    until(lambda: cluster.taints(broken) == {"keepstep.dev/hardware": "NoSchedule"}, "the node's taint")
+    told = cluster.conditions(broken)["KeepstepHardware"]
+    assert told.startswith("keepstep job=default/train incident=0001 ")
+    cluster.trains()
+    assert cluster.rank_nodes(1)[-1] != broken
+    pods = cluster.pods()
+    assert {name: one["metadata"]["uid"] for name, one in pods.items()} == made
+    assert not [name for name, one in pods.items() if "deletionTimestamp" in one["metadata"]]
+    until(lambda: '"state":"Done"' in cluster.notes(broken), "it is noted that all is done")
+    cluster.run("--clear", broken)
+    cluster.trains(steps=50)
+    assert (cluster.conditions(broken), cluster.taints(broken)) == ({}, {}), "the same incident is no news"
+    assert "end pod" not in cluster.said()
+    assert "cannot" not in cluster.said()
+
+
+def test_pods_that_choose_their_nodes_by_name_have_no_say(cluster: Operated) -> None:
+    """Nor those that tolerate our taints, or that are in a namespace which the operator is not told to serve."""
+    cluster.start("--node-remedy=auto")
+    cluster.make_namespace("other")
+    cluster.make_false("elsewhere-0", namespace="other")
+    cluster.make_false("named-0", spec={"nodeName": "n1"})
+    cluster.make_false("mixed-0", "n2", spec={"nodeSelector": {"kubernetes.io/hostname": "n3"}})
+    cluster.make_false("mixed-1", job="mixed-0", spec={"nodeName": "n2"})
+    everything = {"tolerations": [{"operator": "Exists"}], "nodeSelector": {"kubernetes.io/hostname": "n4"}}
+    cluster.make_false("tolerant-0", spec=everything)
+    until(lambda: len(cluster.nodes_of_pods()) == 4, "they run")
+    for name, reason in {
+        "named": "ChoosesNode",
+        "mixed-0": "ChoosesNode",
+        "tolerant": "ToleratesTaint",
+    }.items():
+        until(lambda name=name, reason=reason: reason in cluster.events(name), f"{name} is told so")
+    assert all(not cluster.conditions(node) for node in cluster.bed.nodes)
+    # One that the scheduler has placed is believed, of its own node alone.
+    cluster.make_false("placed-0", "n0", "n9", spec={"nodeSelector": {"kubernetes.io/hostname": "n5"}})
+    until(lambda: cluster.taints("n5") == {"keepstep.dev/hardware": "NoSchedule"}, "its node's taint")
+    assert [node for node in cluster.bed.nodes if cluster.conditions(node) or cluster.taints(node)] == ["n5"]
+    assert "cannot" not in cluster.said()
 
 
 @pytest.mark.long

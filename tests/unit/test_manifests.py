@@ -25,8 +25,11 @@ VERSIONS = ("1.29", "1.37")
 NODES, PODS, RANKS = 4, 5, 8
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
+def documents(name: str, *, watched: bool = False) -> list[dict[str, Any]]:
+    """The objects of a manifest; with the line, a comment there, that has the operator watch the pods."""
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert text.count("# metadata: {") == 1
+    return list(yaml.safe_load_all(text.replace("# metadata: {", "metadata: {") if watched else text))
 
 
 def found(here: Any, key: str) -> Iterator[Any]:
@@ -53,10 +56,13 @@ def test_there_are_no_others() -> None:
     assert {path.stem for path in FOLDER.glob("*")} == {*FILES, "operator"}
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", FILES)
-def test_kubernetes_own_objects_and_all_pods_fit_their_schemas(name: str, version: str) -> None:
-    own = [one for one in documents(name) if one["apiVersion"] in ("v1", "batch/v1")]
+def test_kubernetes_own_objects_and_all_pods_fit_their_schemas(
+    name: str, version: str, watched: bool
+) -> None:
+    own = [one for one in documents(name, watched=watched) if one["apiVersion"] in ("v1", "batch/v1")]
     pods = [{"apiVersion": "v1", "kind": "Pod", "spec": spec} for spec in pod_specs(name)]
     batch = [{"apiVersion": "batch/v1", "kind": "Job", "spec": spec} for spec in job_specs(name)]
     assert pods
@@ -65,9 +71,10 @@ def test_kubernetes_own_objects_and_all_pods_fit_their_schemas(name: str, versio
         kubernetes_validate.validate(one, version, strict=True)
 
 
+@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("name", ["jobset", "trainjob"])
-def test_kubeflow_and_jobset_know_every_field(name: str) -> None:
-    for one in documents(name):
+def test_kubeflow_and_jobset_know_every_field(name: str, watched: bool) -> None:
+    for one in documents(name, watched=watched):
         prefix = "JobsetV1alpha2" if one["kind"] == "JobSet" else "TrainerV1alpha1"
         assert getattr(models, prefix + one["kind"]).from_dict(one).to_dict() == one
 
@@ -197,6 +204,53 @@ def test_the_pods_of_one_job_meet_at_the_first_and_the_last_is_a_spare(
         assert job.rendezvous.node_rank == index
         assert (job.node, job.max_restarts, job.rendezvous.join_timeout_s) == ("gpu-7", 10, 3600)
         assert job.elects
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_operator_asks_the_pods_of_each_maker_where_and_by_the_id_that_they_have(name: str) -> None:
+    import msgspec
+
+    from keepstep.kubernetes.objects import Pod
+    from keepstep.kubernetes.pod_command import launch_of
+    from keepstep.kubernetes.watched import watched_jobs
+
+    metas = found(documents(name, watched=True), "metadata")
+    meta = next(one for one in metas if "keepstep.dev/watch" in one.get("labels", ()))
+    for index in range(PODS):
+        pod = msgspec.convert(pod_of_maker(name, index, meta), Pod)
+        assert list(watched_jobs([pod])) == [("ml", "train")]
+        launch = launch_of(pod)
+        endpoint, run_id = MEETINGS[name]
+        assert (launch.run_id, launch.port) == (run_id, int(endpoint.rpartition(":")[2]))
+        assert (launch.host.partition(".")[0], launch.has_tls) == (
+            endpoint.partition(".")[0].partition(":")[0],
+            False,
+        )
+        assert not launch.doubt or name == "volcano"
+
+
+def pod_of_maker(name: str, index: int, meta: dict[str, Any]) -> dict[str, Any]:
+    """A pod as its maker's controller makes it from the template, as far as the operator looks at it."""
+    told, fqdn = environment(name, index)
+    spec = pod_specs(name)[0]
+    (container,) = spec["containers"]
+    env: list[dict[str, Any]] = [{"name": key, "value": text} for key, text in told.items()]
+    for one in env:
+        if one["name"] == "JOB_COMPLETION_INDEX":
+            path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+            one |= {"value": "", "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        elif one["name"].startswith("VC_NODE_"):
+            one |= {"value": "", "valueFrom": {"configMapKeyRef": {"name": "train-svc", "key": one["name"]}}}
+    host, _, domain = fqdn.partition(".")
+    ours = {"batch.kubernetes.io/job-completion-index": str(index)}
+    return {
+        "metadata": {**meta, "namespace": "ml", "name": f"{host}-x7k2p", "annotations": ours},
+        "spec": {
+            "hostname": host,
+            "subdomain": domain.partition(".")[0],
+            "containers": [{**container, "env": [*container["env"], *env]}],
+        },
+    }
 
 
 def test_skypilot_starts_the_same_job_on_every_node(tmp_path: Path) -> None:

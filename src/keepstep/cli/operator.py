@@ -14,7 +14,8 @@ from keepstep.core.errors import RunError, UsageError
 
 _ABOUT = (
     "Make the pods of training jobs (kind TrainingJob) in Kubernetes, make lost ones again on other nodes, and tell of "
-    "nodes that keepstep has proven to be bad. Runs in a pod, or anywhere with a kubeconfig."
+    "nodes that keepstep has proven to be bad, those of pods with the label keepstep.dev/watch, too. Runs in a pod, or "
+    "anywhere with a kubeconfig."
 )
 
 

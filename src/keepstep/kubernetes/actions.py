@@ -87,6 +87,20 @@ class SetTaints:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """Give a node an annotation, if nobody has changed it since it was looked at."""
+
+    node: str
+    version: str
+    annotation: str
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"node {self.node}: note: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Make an Event about an object."""
 
@@ -103,4 +117,4 @@ def _named(meta: Object) -> str:
     return f"{meta['namespace']}/{meta['name']}" if meta.get("namespace") else str(meta["name"])
 
 
-Action: TypeAlias = Make | EndPod | Report | Mark | Unmark | SetTaints | Tell
+Action: TypeAlias = Make | EndPod | Report | Mark | Unmark | SetTaints | Note | Tell

@@ -17,7 +17,18 @@ from lightkube.types import PatchType
 from keepstep.core.errors import UsageError
 from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
-from keepstep.kubernetes.actions import Action, EndPod, Make, Mark, Object, Report, SetTaints, Tell, Unmark
+from keepstep.kubernetes.actions import (
+    Action,
+    EndPod,
+    Make,
+    Mark,
+    Note,
+    Object,
+    Report,
+    SetTaints,
+    Tell,
+    Unmark,
+)
 from keepstep.kubernetes.objects import GROUP, KIND, VERSION
 
 _generic: Any = generic_resource
@@ -135,6 +146,10 @@ class Api:
             change["metadata"] = {"resourceVersion": action.version}
         await self.client.patch(NODES, action.node, change, patch_type=PatchType.MERGE)
 
+    async def _note(self, action: Note, _: Object | None) -> None:
+        meta = {"resourceVersion": action.version, "annotations": {action.annotation: action.value}}
+        await self.client.patch(NODES, action.node, {"metadata": meta}, patch_type=PatchType.MERGE)
+
     async def _tell(self, action: Tell, _: Object | None) -> None:
         about, now = action.about, _stamp()
         digest = hashlib.sha256(f"{about} {action.reason} {action.message}".encode()).hexdigest()[:16]
@@ -159,6 +174,7 @@ class Api:
         Mark: _mark,
         Unmark: _unmark,
         SetTaints: _set_taints,
+        Note: _note,
         Tell: _tell,
     }
 

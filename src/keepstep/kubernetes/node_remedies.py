@@ -36,9 +36,12 @@ CONTROL_PLANE = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.
 VALUE = "keepstep-operator"
 """The value of our taints: one with another value is somebody else's."""
 REASONS: Mapping[FaultKind, str] = {"slow": "FailSlow", "hardware": "Hardware", "lost": "Lost"}
+_AHEAD_S = 3600.0
+"""What is told to be of later than this is of no clock."""
 LOST_S = 600.0
 """A node was lost no longer ago than this: later, that its kubelet is not heard proves nothing about it."""
-_ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
+ORDER: Mapping[Remedy, int] = {"off": 0, "advise": 1, "auto": 2}
+"""The least first."""
 _MOST_FAULTS = 200
 _MOST_TEXT = 500
 
@@ -47,7 +50,8 @@ _MOST_TEXT = 500
 class Cluster:
     """All nodes by name; the job's, now or earlier; most that may be done; Unix time now.
 
-    ``tainted``: nodes that are to get our taint, by the orders of any job.
+    ``tainted``: nodes that are to get our taint, by the orders of any job. ``shared``: how many nodes a job may taint
+    together with others; None where it shares with none.
     """
 
     nodes: Mapping[str, Node]
@@ -55,11 +59,12 @@ class Cluster:
     most: Remedy
     unix_s: float
     tainted: set[str]
+    shared: DrainBudget | None = None
 
 
 def remedy_of(job: TrainingJob, most: Remedy) -> Remedy:
     """What is to be done about bad nodes of a job: what it wants, and no more than the operator may."""
-    return min(job.spec.node_remedy, most, key=_ORDER.__getitem__)
+    return min(job.spec.node_remedy, most, key=ORDER.__getitem__)
 
 
 def believed(
@@ -67,15 +72,16 @@ def believed(
 ) -> list[FaultyNode]:
     """What a job tells of nodes, without what is of an earlier run in its folder, and what is lost no more.
 
-    Nothing where the job's template names a node: a user could have any node called bad.
+    Nothing where the job's template, or whoever made one of its pods, names a node: a user could have any node called
+    bad.
     """
     pod: Object = job.spec.template.get("spec") or {}
-    if pod.get("nodeName"):
+    if pod.get("nodeName") or any(one.chose_its_node for one in pods):
         return []
     return [
         one
         for one in told
-        if one.unix_s >= job.metadata.created_unix_s
+        if job.metadata.created_unix_s <= one.unix_s < unix_s + _AHEAD_S
         and (one.kind != "lost" or _is_lost_still(one, pods, unix_s))
     ]
 
@@ -95,13 +101,17 @@ def judged(job: TrainingJob, told: Sequence[FaultyNode], cluster: Cluster) -> li
     budget = DrainBudget(job.spec.pods)
     for before in sorted(one.ordered for one in faults if one.taint):
         budget.take(before)
-    known = {_identity(one.node, one.kind, one.detected) for one in faults}
+    known: dict[tuple[str, str], int] = {}
+    for one in faults:
+        known[one.node, one.kind] = max(one.detected, known.get((one.node, one.kind), 0))
     for new in _proven(told, budget.most, cluster):
-        if _identity(new.node, new.kind, int(new.unix_s)) in known:
+        if int(new.unix_s) <= known.get((new.node, new.kind), -1):
             continue
         why = "" if remedy == "advise" else _why_no_taint(new.node, cluster)
         if remedy == "auto" and not why and not budget.take(cluster.unix_s):
             why = "other nodes of the job were tainted within the hour"
+        if remedy == "auto" and not why and cluster.shared and not cluster.shared.take(cluster.unix_s):
+            why = "other nodes of the namespace's jobs were tainted within the hour"
         taint = remedy == "auto" and not why
         if taint:
             cluster.tainted.add(new.node)
@@ -191,7 +201,9 @@ def _proven(told: Sequence[FaultyNode], most: int, cluster: Cluster) -> Iterator
         if len({one.node for one in own}) > most:
             continue  # many at once are the network's doing, and exclude nobody
         for one in own:
-            if one.kind != "lost" or _is_lost(one.node, cluster.nodes):
+            node = cluster.nodes.get(one.node)
+            is_another = node is not None and node.metadata.created_unix_s > one.unix_s  # of the same name
+            if not is_another and (one.kind != "lost" or _is_lost(one.node, cluster.nodes)):
                 yield one
 
 
@@ -245,10 +257,6 @@ def _without(node: Node, keys: Collection[str]) -> tuple[Taint, ...]:
 
 def _is_ours(node: Node, key: str) -> bool:
     return any(one.key == key and one.value == VALUE for one in node.spec.taints or ())
-
-
-def _identity(node: str, kind: str, detected: int) -> tuple[str, str, int]:
-    return node, kind, detected
 
 
 def _line(text: str) -> str:

@@ -12,6 +12,12 @@ VERSION = "v1alpha1"
 KIND = "TrainingJob"
 JOB, INDEX, ATTEMPT = f"{GROUP}/job", f"{GROUP}/index", f"{GROUP}/attempt"
 """Labels of a job's pods."""
+WATCH = f"{GROUP}/watch"
+"""Label of pods that somebody else makes and that are to be watched: the name of their job."""
+SECRET, REMEDY = f"{GROUP}/secret", f"{GROUP}/node-remedy"
+"""Annotations of such pods."""
+FAULTS = f"{GROUP}/faults"
+"""Annotation of a node: the faults that such jobs have told of it, and what was done about them."""
 
 FaultKind = Literal["hardware", "lost", "slow"]
 Remedy = Literal["off", "advise", "auto"]
@@ -30,6 +36,12 @@ class Owner(_Read, frozen=True):
     controller: bool | None = None
 
 
+class ManagedFields(_Read, frozen=True):
+    """Which fields somebody has set, in the API server's own form: ``{"f:spec": {"f:nodeName": {}}}``."""
+
+    fields: dict[str, Any] | None = msgspec.field(default=None, name="fieldsV1")
+
+
 class Meta(_Read, frozen=True):
     """What all objects have."""
 
@@ -41,6 +53,8 @@ class Meta(_Read, frozen=True):
     creation_timestamp: datetime | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    managed_fields: list[ManagedFields] | None = None
     owner_references: list[Owner] | None = None
 
     @property
@@ -115,13 +129,39 @@ class _ContainerStatus(_Read, frozen=True):
     state: _ContainerState = _ContainerState()
 
 
-class _Container(_Read, frozen=True):
+class EnvVar(_Read, frozen=True):
+    """A variable of a container's environment, or where its value comes from."""
+
+    name: str
+    value: str = ""
+    value_from: dict[str, Any] | None = None
+
+
+class Container(_Read, frozen=True):
+    """A container, as far as it says what is started in it."""
+
     name: str = ""
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: list[EnvVar] | None = None
+    env_from: list[dict[str, Any]] | None = None
+
+
+class Toleration(_Read, frozen=True):
+    """A toleration of a pod. No key: of all taints; no effect: of all effects."""
+
+    key: str = ""
+    operator: str = "Equal"
+    value: str = ""
+    effect: str = ""
 
 
 class _PodSpec(_Read, frozen=True):
     node_name: str = ""
-    containers: list[_Container] = []
+    hostname: str = ""
+    subdomain: str = ""
+    containers: list[Container] = []
+    tolerations: list[Toleration] | None = None
 
 
 class _PodStatus(_Read, frozen=True):
@@ -149,6 +189,19 @@ class Pod(_Read, frozen=True):
     def attempt(self) -> int:
         """In which attempt of its job it was made; -1 where its labels do not say."""
         return _number((self.metadata.labels or {}).get(ATTEMPT, ""))
+
+    @property
+    def hostname(self) -> str:
+        """Its host name, within its subdomain, as its kubelet sets it."""
+        return (self.spec.hostname or self.metadata.name)[:63].rstrip("-.")
+
+    @property
+    def chose_its_node(self) -> bool:
+        """Whether whoever made it may have named its node: one that the scheduler has named is no managed field."""
+        managed = self.metadata.managed_fields
+        return bool(self.spec.node_name) and (
+            not managed or any("f:nodeName" in ((one.fields or {}).get("f:spec") or {}) for one in managed)
+        )
 
     @property
     def started_unix_s(self) -> float:

@@ -5,41 +5,40 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
 from lightkube import AsyncClient
 from lightkube import operators as op
 
-from keepstep import wire
 from keepstep.core.log_lines import one_line
 from keepstep.core.within import within
-from keepstep.kubernetes import node_remedies
-from keepstep.kubernetes.actions import Action, Make, Object, Report, SetTaints, Unmark
-from keepstep.kubernetes.asking import Asked, secret_in
+from keepstep.kubernetes import node_remedies, watched
+from keepstep.kubernetes.actions import Action, Make, Note, Object, Report, SetTaints, Unmark
 from keepstep.kubernetes.cluster_api import (
     CONFLICT,
     FAILURES,
-    FORBIDDEN,
     JOBS,
     LEASES,
     NODES,
     NOT_THERE,
     PODS,
-    SECRETS,
     SERVICES,
     Api,
     code_of,
     told_by,
 )
-from keepstep.kubernetes.job_plan import NO_ANSWER, Seen, reconcile
+from keepstep.kubernetes.hearing import Interview
+from keepstep.kubernetes.job_plan import Seen, reconcile
 from keepstep.kubernetes.lease_election import LEASE_S, Election
 from keepstep.kubernetes.mirror import Mirror
-from keepstep.kubernetes.objects import ENDS, JOB, Meta, Node, Pod, Remedy, TrainingJob
+from keepstep.kubernetes.objects import ENDS, JOB, WATCH, Meta, Node, Pod, Remedy, TrainingJob
 from keepstep.kubernetes.since import Since
+from keepstep.launch.schedulers.node_faults import DrainBudget
 
 LEASE = "keepstep-operator"
 _LOOK_S = 2.0
@@ -50,7 +49,9 @@ _REPORT_S = 2.0
 """Time between two statuses of one job that nothing depends on."""
 _ASK_S = 5.0
 _LEASE_LOOK_S = 1.0
-_SECRET_S = 60.0
+_SAY_S = 30.0
+"""For so long a job of another maker has not been heard before an Event says so."""
+_MOST_PLACES = 1000
 _REPEAT_S = 60.0
 """How often the same warning is printed."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
@@ -60,6 +61,7 @@ _MOST_REMEMBERED = 10_000
 _HINT = "is the CRD installed? kubectl apply -k deploy/kubernetes/operator"
 
 JobKey: TypeAlias = tuple[str, str]
+_Question: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Speaker:
@@ -94,14 +96,14 @@ class _Known:
 
     uid: str
     since: Since = field(default_factory=Since)
-    asked: Asked = field(default_factory=Asked)
-    told: wire.Overview | None = None
-    trouble: tuple[str, str] = ("", "")
-    secret: bytes = field(default=b"", repr=False)
-    secret_s: float = float("-inf")
+    interview: Interview = field(default_factory=Interview)
     reported_s: float = float("-inf")
     refused: str = ""
     is_busy: bool = False
+    places: dict[str, None] = field(
+        default_factory=dict[str, None]
+    )  # nodes on which a job of another maker was
+    said: str = ""  # whether it is heard, as an Event said last
 
 
 class Operator:
@@ -136,9 +138,10 @@ class Operator:
         self._was_leading = False
         self._changes = asyncio.Event()
         self._known: dict[JobKey, _Known] = {}
+        self._known_watched: dict[JobKey, _Known] = {}
+        self._unseen = watched.Unseen()
         self._retry_s: dict[str, tuple[float, float]] = {}  # by action: not before, and how long was waited
         self._tasks: set[asyncio.Task[None]] = set()
-        self._asking = asyncio.Semaphore(_AT_ONCE)
         self._acting = asyncio.Semaphore(_AT_ONCE)
         both = (self._changes.set, speaker.once)
         ours = {JOB: op.exists()}
@@ -147,14 +150,17 @@ class Operator:
             Mirror(client, JOBS, TrainingJob, *both, namespace=one, hint=_HINT) for one in namespaces
         ]
         self._pods = [Mirror(client, PODS, Pod, *both, namespace=one, labels=ours) for one in namespaces]
+        others = {WATCH: op.exists()}
+        self._others = [Mirror(client, PODS, Pod, *both, namespace=one, labels=others) for one in namespaces]
         self._services = [
             Mirror(client, SERVICES, _Service, *both, namespace=one, labels=ours) for one in namespaces
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until told to stop."""
-        mirrors = [self._nodes, *self._jobs, *self._pods, *self._services]
-        loops = [*(one.run() for one in mirrors), self._look_on(), self._ask_on()]
+        mirrors = [self._nodes, *self._jobs, *self._pods, *self._others, *self._services]
+        loops = [*(one.run() for one in mirrors), self._look_on()]
+        loops += [self._ask_on(self._due), self._ask_on(self._due_watched)]
         if not self._dry_run:
             loops.append(self._stand_for_election())
         tasks = [asyncio.ensure_future(one) for one in loops]
@@ -236,6 +242,9 @@ class Operator:
             for fault in job.status.faults
             if fault.taint and fault.state == "Ordered"
         }
+        notes = watched.notes_on(nodes, time.time())
+        unseen = self._unseen.on(nodes)
+        tainted |= watched.to_be_tainted(notes) | unseen
         for jobs, pods, services in zip(self._jobs, self._pods, self._services, strict=True):
             if not (jobs.is_complete and pods.is_complete and services.is_complete):
                 continue
@@ -244,6 +253,18 @@ class Operator:
         jobs_now = {key for mirror in self._jobs for key in mirror.found}
         if all(one.is_complete for one in self._jobs):
             self._known = {key: one for key, one in self._known.items() if key in jobs_now}
+        others: set[JobKey] = set()
+        if unseen:
+            return
+        for mirror in self._others:
+            if mirror.is_complete:
+                found = _watched(mirror)
+                others |= found.keys()
+                budget = watched.budget_of(found, notes)
+                for key, own in found.items():
+                    self._look_at_watched(key, own, nodes, notes, tainted, budget)
+        if all(one.is_complete for one in self._others):
+            self._known_watched = {key: one for key, one in self._known_watched.items() if key in others}
 
     def _look_at(
         self,
@@ -268,8 +289,8 @@ class Operator:
             pods=own,
             has_service=has_service,
             nodes=nodes,
-            told=known.told,
-            trouble=known.trouble,
+            told=known.interview.told,
+            trouble=known.interview.trouble,
             since=known.since,
             unix_s=time.time(),
             most=self._most,
@@ -285,6 +306,36 @@ class Operator:
                     known.reported_s = now_s
         self._start(actions, known, raw)
 
+    def _look_at_watched(
+        self,
+        key: JobKey,
+        pods: Sequence[Pod],
+        nodes: dict[str, Node],
+        notes: dict[str, list[watched.Noted]],
+        tainted: set[str],
+        budget: DrainBudget,
+    ) -> None:
+        known = self._known_watched.setdefault(key, _Known(""))
+        if known.is_busy:
+            return
+        known.since.turn(self._clock())
+        known.places |= dict.fromkeys(watched.places_of(pods))
+        known.places = dict.fromkeys(list(known.places)[-_MOST_PLACES:])
+        told = known.interview.told
+        cluster = node_remedies.Cluster(nodes, known.places, self._most, time.time(), tainted, budget)
+        faults = told.faults if told is not None else ()
+        actions = list(watched.remedies_for(key, pods, faults, notes, cluster))
+        reason, message = (
+            ("Watched", "its controller answers") if told is not None else known.interview.trouble
+        )
+        is_news = reason not in ("", known.said) and (
+            told is not None or known.since.seconds(reason) >= _SAY_S
+        )
+        if is_news:
+            known.said = reason
+            actions.append(watched.told_about(pods, reason, message))
+        self._start(actions, known)
+
     def _start(
         self, actions: Iterable[Action], known: _Known | None = None, raw: Object | None = None
     ) -> None:
@@ -296,6 +347,10 @@ class Operator:
             for one in due:
                 self._speaker.once(f"would do: {one}")
             return
+
+        for one in due:
+            if isinstance(one, Note):
+                self._unseen.add(one)
 
         async def all_of_them() -> None:
             try:
@@ -314,11 +369,15 @@ class Operator:
     async def _do(self, action: Action, raw: Object | None, known: _Known | None) -> None:
         async with self._acting:
             if not self.leads:
+                if isinstance(action, Note):
+                    self._unseen.drop(action)
                 return
             text = str(action)
             try:
                 await self._api.do(action, raw)
             except FAILURES as error:
+                if isinstance(action, Note) and code_of(error):
+                    self._unseen.drop(action)
                 # What was read may be old: of a name that is taken nothing is said before the third time.
                 is_taken = code_of(error) == CONFLICT and isinstance(action, Make)
                 if is_taken or code_of(error) not in (CONFLICT, NOT_THERE):
@@ -341,50 +400,44 @@ class Operator:
 
     # --- asking the jobs --------------------------------------------------------------------------------------------
 
-    async def _ask_on(self) -> None:
+    async def _ask_on(self, due: Callable[[], list[_Question]]) -> None:
+        asking = asyncio.Semaphore(_AT_ONCE)
+
+        async def in_turn(ask: _Question) -> None:
+            async with asking:
+                await ask()
+
         while True:
             await asyncio.sleep(_ASK_S)
             if self.leads:
-                due = [
-                    (known, mirror.found[key], pods)
-                    for mirror, pods in zip(self._jobs, self._pods, strict=True)
-                    for key, known in self._known.items()
-                    if key in mirror.found and mirror.found[key].status.phase not in ENDS
-                ]
-                await asyncio.gather(*(self._ask(*one) for one in due))
+                await asyncio.gather(*map(in_turn, due()))
                 self._changes.set()
 
-    async def _ask(self, known: _Known, job: TrainingJob, pods: Mirror[Pod]) -> None:
-        running = [
-            one
-            for one in pods.found.values()
-            if one.belongs_to(job.metadata.uid) and one.status.phase == "Running" and one.status.pod_i_p
-        ]
-        addresses = [one.status.pod_i_p for one in sorted(running, key=lambda one: one.index)]
-        async with self._asking:
-            trouble = await self._get_secret(known, job)
-            if trouble is not None or not addresses:
-                known.told, known.trouble = None, trouble or ("NotRunning", "no pod of it runs")
-                return
-            known.told = await known.asked.ask(addresses, known.secret, job.metadata.name)
-            known.trouble = ("", "") if known.told is not None else (NO_ANSWER, known.asked.trouble)
+    def _due(self) -> list[_Question]:
+        found: list[_Question] = []
+        for jobs, pods in zip(self._jobs, self._pods, strict=True):
+            for key, job in jobs.found.items():
+                known = self._known.get(key)
+                if known is not None and job.status.phase not in ENDS:
+                    own = [one for one in pods.found.values() if one.belongs_to(job.metadata.uid)]
+                    ask = known.interview.ask
+                    found.append(partial(ask, self._api, key[0], job.spec.secret_name, own))
+        return found
 
-    async def _get_secret(self, known: _Known, job: TrainingJob) -> tuple[str, str] | None:
-        """Have the job's secret at hand; reason and message where it cannot be had."""
-        if known.secret and self._clock() - known.secret_s < _SECRET_S:
-            return None
-        namespace, name = job.metadata.namespace, job.spec.secret_name
-        try:
-            found = await self._api.get(SECRETS, name, namespace)
-        except FAILURES as error:
-            if known.secret:
-                return None  # the API server is away; the job goes on
-            reason = "SecretForbidden" if code_of(error) == FORBIDDEN else "SecretUnknown"
-            return reason, told_by(error)
-        if found is None:
-            return "SecretMissing", f"there is no secret {namespace}/{name}"
-        known.secret, known.secret_s = secret_in(found.get("data")), self._clock()
-        return None if known.secret else ("SecretUnusable", f"{namespace}/{name} has no hexadecimal `secret`")
+    def _due_watched(self) -> list[_Question]:
+        found: list[_Question] = []
+        for mirror in self._others:
+            for key, pods in _watched(mirror).items():
+                known = self._known_watched.get(key)
+                if known is not None:
+                    job, doubt = watched.job_of(key, pods, {}), watched.doubt_of(pods)
+                    ask = known.interview.ask
+                    found.append(partial(ask, self._api, key[0], job.spec.secret_name, pods, doubt))
+        return found
+
+
+def _watched(mirror: Mirror[Pod]) -> dict[JobKey, list[Pod]]:
+    return watched.watched_jobs(mirror.found.values())
 
 
 async def clear(client: AsyncClient, name: str, *, dry_run: bool, speaker: Speaker) -> int:

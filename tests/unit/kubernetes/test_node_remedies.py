@@ -117,6 +117,15 @@ def test_what_an_earlier_run_in_the_same_folder_has_found_is_not_new() -> None:
     assert cluster.status.get("faults", []) == []
 
 
+@pytest.mark.parametrize("unix_s", [float("inf"), float("nan"), float("-inf"), 1e300, -1.0])
+def test_a_time_that_is_none_is_not_believed(unix_s: float) -> None:
+    cluster = running()
+    cluster.detected[1] = unix_s
+    cluster.tells(("n1", "hardware", 1))
+    cluster.settle(4)
+    assert cluster.status.get("faults", []) == []
+
+
 def test_nobody_is_lost_when_much_of_the_cluster_is_silent() -> None:
     cluster = running()
     for name in ("n1", "n6"):

@@ -127,6 +127,8 @@ class VirtualCluster:
             self.has_service = True
         elif name not in self.pods:
             what["metadata"] |= {"uid": f"pod-{self._next()}", "creationTimestamp": stamp(self.now_s)}
+            # What the scheduler sets is no managed field.
+            what["metadata"]["managedFields"] = [{"fieldsV1": {"f:spec": {"f:containers": {}}}}]
             what["status"] = {"phase": "Pending"}
             self.pods[name] = what
             self.made.append(name)

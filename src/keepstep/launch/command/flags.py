@@ -102,9 +102,13 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"run: {message}; see `keepstep run --help`")
 
 
-def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The command line's parser; as in torchrun, its flags take defaults from ``PET_<FLAG>`` in ``environ``."""
+def parser(environ: Mapping[str, str], *, add_help: bool = True) -> argparse.ArgumentParser:
+    """The command line's parser; as in torchrun, its flags take defaults from ``PET_<FLAG>`` in ``environ``.
+
+    With ``add_help`` it prints its help, and ends the process, where the command line asks for it.
+    """
     result = _Parser(
+        add_help=add_help,
         prog="keepstep run",
         usage="keepstep run [torchrun's flags] [own flags] SCRIPT [ARGUMENTS]",
         description="Run SCRIPT on every worker as torchrun does, watch it, and name what slows or stops it.",
@@ -202,12 +206,14 @@ def _add_own(group: Any) -> None:
     group.add_argument("--dry-run", action="store_true", help="print the plan as JSON and exit")
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], environ: Mapping[str, str], *, add_help: bool = True) -> argparse.Namespace:
     """Parse the command line. Attribute ``said`` of the result names what was given, there or as ``PET_<FLAG>``.
+
+    ``add_help``: False where it is another program's command line, and ``-h`` a wrong flag.
 
     Raises UsageError for an unknown flag, a value that is missing or wrong, or no script.
     """
-    made = parser(environ)
+    made = parser(environ, add_help=add_help)
     given = made.parse_args(list(argv))
     # An attribute that is there already gets no default.
     alone = made.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(vars(given))))

@@ -117,7 +117,9 @@ def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
-    if job.in_place and job.max_restarts > 0:  # torch's watchdog ends no process that is to be kept, nor waits for long
+    if (
+        job.in_place and job.max_restarts > 0
+    ):  # torch's watchdog ends no process that is to be kept, nor waits for long
         kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1"}
         result |= {name: environ.get(name, usual) for name, usual in kept.items()}
     if job.watch and job.mitigate == "auto":

@@ -226,7 +226,7 @@ class Hosting:
         In a pod, too, which has its address for itself: who looks for the controller need not know its port.
         """
         meeting = self._job.rendezvous
-        began_here = meeting.backend == "static" and (meeting.node_rank == 0 or is_pod(os.environ))
+        began_here = is_pod(os.environ) or (meeting.backend == "static" and meeting.node_rank == 0)
         port = meeting.endpoint.port if meeting.endpoint and began_here else 0
         return port if port and not addresses.is_taken(address, port) else addresses.free_port(address)
 

@@ -39,7 +39,7 @@ class NodeFault:
 
 
 def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFault]:
-    """The faults of nodes that an incident tells of. ``members``: names of the nodes that play ranks now."""
+    """The faults of nodes that an incident tells of, one each. ``members``: names of the nodes that play ranks now."""
     number, cause = incident.number, incident.cause
     spoken = [] if cause is None else [one for one in (cause.first, *cause.then) if one is not None]
     by_kernel = [one for one in spoken if one.source in KERNEL_SOURCES and one.node]
@@ -49,12 +49,16 @@ def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFaul
             rank = next((f"rank={one.rank} " for one in incident.culprits if one.rank is not None), "")
             yield NodeFault(node, "hardware", number, f"{rank}{cause.title}")
         return
+    slow: set[str] = set()
     for one in incident.culprits:
         if incident.kind == "crash" and one.rank is None and one.cause == "node lost" and one.node:
             yield NodeFault(one.node, "lost", number, "node lost")
         acted = any(action.name == REPLACEMENT for action in incident.actions)
         replaced = acted and bool(members) and one.node not in members
         if incident.kind == "slow" and one.rank is not None and one.confidence == "high" and replaced:
+            if one.node in slow:
+                continue  # all ranks of a slow node are slow
+            slow.add(one.node)
             yield NodeFault(one.node, "slow", number, f"rank={one.rank} slow x{one.slowdown:.1f}")
 
 

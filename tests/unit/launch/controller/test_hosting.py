@@ -84,3 +84,28 @@ def test_nodes_that_cannot_all_have_a_connection_are_too_many(
         "2,000 nodes need 4,064 descriptors; the hard limit of this process is 1,024: "
         "raise it with ulimit -Hn or LimitNOFILE="
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "in_pod", "is_kept"),
+    [
+        (["--rdzv-backend=c10d"], True, True),
+        (["--rdzv-backend=c10d"], False, False),
+        (["--node-rank=1"], True, True),
+        (["--node-rank=1"], False, False),
+        (["--node-rank=0"], False, True),
+    ],
+)
+def test_a_controller_that_comes_to_a_pod_keeps_the_port_by_which_it_is_known(
+    words: list[str], in_pod: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of pods other jobs' launchers may run beside it, and the port be another controller's in a moment."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if in_pod:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meet = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", *words]
+    run = ToldRun(tmp_path, job_from_command_line([*meet, "train.py"], {}), children=False)
+    hosting = Hosting(run, ready=lambda: None, gave_up=lambda: None, moved=lambda: None)
+    assert (hosting._port_at("127.0.0.1") == port) == is_kept

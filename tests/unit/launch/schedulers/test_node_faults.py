@@ -47,6 +47,8 @@ def test_a_slow_node_is_one_once_a_spare_has_taken_its_place() -> None:
     culprit = Culprit(rank=27, node="n2", slowdown=2.04, confidence="high")
     slow = replace(CRASH, kind="slow", culprits=(culprit,), actions=(Action(REPLACEMENT),))
     assert found(slow, "n0", "n3") == [("n2", "slow", "rank=27 slow x2.0")]
+    all_ranks = replace(slow, culprits=(culprit, replace(culprit, rank=26)))
+    assert found(all_ranks, "n0", "n3") == found(slow, "n0", "n3"), "one fault, however many ranks it has"
     assert found(slow, "n0", "n2") == [], "it still plays its ranks, as where fewer micro-batches cured it"
     assert found(replace(slow, actions=()), "n0", "n3") == [], "it left for another reason"
     assert found(slow) == [], "who plays ranks is not known"

@@ -1,0 +1,74 @@
+"""An all-reduce that never ends, a step of the optimizer behind it, and an abort by another thread; two ranks.
+
+    python gate_job.py GATED FOLDER
+
+Rank 0 writes to ``FOLDER/fed`` whether the step was made on gradients that were not reduced: while the gate was closed
+(``before``) and once all has ended (``after``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from benchmarks.stand_in.device import compute_values
+
+from keepstep.session.device_gate import DeviceGate
+
+
+def main(gated: bool, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    weight = torch.nn.Parameter(torch.ones(64).cuda())
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gate = DeviceGate() if gated else None
+    weight.grad = torch.ones(64).cuda()
+    dist.all_reduce(weight.grad, dist.ReduceOp.AVG)
+    optimizer.step()  # the first: weights are 0
+    torch.cuda.synchronize()
+    assert gate is None or gate.stands
+    if rank == 0:
+        weight.grad.fill_(5.0)
+        dist.all_reduce(weight.grad, dist.ReduceOp.AVG)  # rank 1 never comes
+        optimizer.step()
+        aborting = threading.Thread(target=abort)
+        aborting.start()
+        aborting.join()
+        time.sleep(0.3)
+        told = {"before": fed(weight)}
+        if gate is not None:
+            gate.open()
+        torch.cuda.synchronize()
+        told["after"] = fed(weight)
+        (folder / "fed").write_text(json.dumps(told))
+    else:
+        while not (folder / "fed").exists():
+            time.sleep(0.02)
+    os._exit(0)
+
+
+def abort() -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.abort()
+
+
+def fed(weight: torch.nn.Parameter) -> bool:
+    """Whether the weights have changed, read on a stream that waits for nothing."""
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        host = torch.empty(64, pin_memory=True)
+        host.copy_(weight.detach(), non_blocking=True)
+    aside.synchronize()
+    return bool(host.any())
+
+
+if __name__ == "__main__":
+    compute_values()
+    main(sys.argv[1] == "gated", Path(sys.argv[2]))
