@@ -8,6 +8,7 @@
 #pragma once
 
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <thread>
 
@@ -18,17 +19,20 @@ namespace {
 
 class Gate {
  public:
-  // The training's thread puts it on its stream. False: CUDA does not have such waits, or no memory.
+  // False: CUDA has no such waits here, or no memory; or the stream is captured, and whoever replays the graph passes us by.
   bool put(Stream stream) noexcept {
-    owner_.store(static_cast<int>(syscall(SYS_gettid)), std::memory_order_relaxed);
     const cuda::Driver* driver = cuda::Driver::get();
-    if (driver == nullptr || driver->wait_value == nullptr || !prepare(*driver)) return false;
+    int captured = 0;
+    if (driver == nullptr || driver->wait_value == nullptr || driver->is_captured(stream, &captured) != 0 || captured != 0 ||
+        !prepare(*driver))
+      return false;
     return driver->wait_value(stream, reinterpret_cast<std::uint64_t>(word_.load()), 0, cuda::Driver::kEqual) == 0;
   }
 
-  // A communicator is about to be aborted or revoked. By the training's own thread it is the script's own doing, which knows.
+  // A communicator is about to be aborted or revoked. By the main thread it is the script's own doing, as at the end of a
+  // process group, and it knows what is computed then.
   void abort_comes() noexcept {
-    if (static_cast<int>(syscall(SYS_gettid)) != owner_.load(std::memory_order_relaxed)) close();
+    if (syscall(SYS_gettid) != getpid()) close();
   }
 
   void close() noexcept {
@@ -76,7 +80,6 @@ class Gate {
   std::atomic<std::uint32_t*> word_{nullptr};  // null: there is no gate
   std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, heard_ns_{0};
   std::atomic<bool> watched_{false};
-  std::atomic<int> owner_{0};
 };
 
 Gate& gate() {

@@ -353,7 +353,7 @@ extern "C" void keepstep_device_mark(std::uint64_t number, Stream stream) {
   if (recording() != nullptr) timing().mark(number, stream);
 }
 
-// A Session's part in an abort: docs/design/in-place-on-nccl.md.
+// What a training that is left in its process has of it (session/device_gate.py): docs/design/session.md.
 extern "C" bool keepstep_gate_put(Stream stream) { return gate().put(stream); }
 extern "C" void keepstep_gate_close() { gate().close(); }
 extern "C" void keepstep_gate_hold() { gate().hold(); }

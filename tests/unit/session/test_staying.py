@@ -50,7 +50,7 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
     # What tests before this one have compiled or imported in this process is no part of the training.
-    monkeypatch.setattr(staying.groups, "refusal", lambda: "")
+    monkeypatch.setattr(staying.groups, "refusal", lambda **_: "")
     environ = dict(os.environ)
     made = Launcher()
     yield made
