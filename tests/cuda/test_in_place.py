@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.stand_in.faults import Fault
+from benchmarks.stand_in.faults import Fault, Phase
 from benchmarks.stand_in.launch import ROOT, run, start
 
 SESSION = ROOT / "benchmarks/stand_in/jobs/session.py"
@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[dict[int, set[str]]]:
 
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
-    tmp_path: Path, phase: str
+    tmp_path: Path, phase: Phase
 ) -> None:
     plain = tmp_path / "plain"
     done = run(SESSION, [str(STEPS), str(plain)], plain, ranks=2, values=True)

@@ -20,7 +20,7 @@ class DeviceGate:
     def __init__(self) -> None:
         self.stands = False
         shim: Any = ctypes.CDLL(None)
-        self._shim = shim if hasattr(shim, "keepstep_gate_put") else None
+        self._shim: Any = shim if hasattr(shim, "keepstep_gate_put") else None
         if self._shim is not None and internals.CURRENT_DEVICE and internals.CURRENT_STREAM:
             shim.keepstep_gate_put.argtypes = (ctypes.c_void_p,)
             shim.keepstep_gate_put.restype = ctypes.c_bool

@@ -65,6 +65,18 @@ def test_gloo_reads_addresses_in_batches_unless_told_otherwise() -> None:
     assert [env[name] for name in GLOO_IN_BATCHES] == ["0", "1"]
 
 
+def test_torchs_watchdog_ends_no_process_that_is_to_be_kept() -> None:
+    handling, dump = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    kept = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {})
+    assert (kept[handling], kept[dump]) == ("2", "1")
+    own = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {handling: "3"})
+    assert own[handling] == "3"
+    for flags in (("--in-place",), ("--max-restarts", "1")):
+        usual = worker_environment(job(*flags), PLACE, 0, {})
+        assert usual[handling] == "1"
+        assert dump not in usual
+
+
 def test_virtual_local_rank_shows_each_worker_its_device() -> None:
     virtual = job("--nproc-per-node", "2", "--virtual-local-rank")
     env = worker_environment(virtual, PLACE, 1, {"CUDA_VISIBLE_DEVICES": "4, 6"})
