@@ -106,7 +106,7 @@ class _Builder:
         if version in self.wanted.versioned:
             (self.out / "versions.map").write_text(f"{version} {{ global: *; }};\n")
             link.append(f"-Wl,--version-script={self.out / 'versions.map'}")
-        link += [self.out / other for other in over]
+        link += ["-Wl,--no-as-needed", *(self.out / other for other in over)]
         _run(*words, *_WARNINGS, *(SOURCES / source for source in sources), *link, "-ldl")
 
 

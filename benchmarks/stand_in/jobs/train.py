@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--layer-us", type=float, default=3000)
-    parser.add_argument("--memory-gb", type=float, default=0, help="memory of the device that it takes besides")
+    parser.add_argument(
+        "--memory-gb", type=float, default=0, help="memory of the device that it takes besides"
+    )
     parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
     arguments = parser.parse_args()
 

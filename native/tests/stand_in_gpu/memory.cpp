@@ -134,10 +134,12 @@ void disown(void* memory) {
   held.all.erase(reinterpret_cast<std::uintptr_t>(memory));
 }
 
-void memory_info(std::size_t* available, std::size_t* total) {
+void memory_info(int device, std::size_t* available, std::size_t* total) {
   *total = capacity();
-  *available = capacity() - std::min(capacity(), in_use(current_device()));
+  *available = capacity() - std::min(capacity(), in_use(device));
 }
+
+void memory_info(std::size_t* available, std::size_t* total) { memory_info(current_device(), available, total); }
 
 }  // namespace stand_in
 
@@ -152,4 +154,11 @@ extern "C" unsigned stand_in_holders(unsigned device, unsigned most, unsigned* p
     ++count;
   });
   return count;
+}
+
+extern "C" void stand_in_memory(unsigned device, unsigned long long* available, unsigned long long* total) {
+  std::size_t left = 0, all = 0;
+  stand_in::memory_info(static_cast<int>(device), &left, &all);
+  *available = left;
+  *total = all;
 }

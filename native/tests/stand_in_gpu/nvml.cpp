@@ -39,6 +39,10 @@ struct Event {
   unsigned gpu_instance, compute_instance;
 };
 
+struct MemoryInfo {
+  unsigned long long total, available, used;
+};
+
 struct Utilization {
   unsigned gpu, memory;
 };
@@ -46,6 +50,7 @@ struct Utilization {
 extern "C" {
 
 __attribute__((weak)) unsigned stand_in_holders(unsigned device, unsigned most, unsigned* pids, unsigned long long* bytes);
+__attribute__((weak)) void stand_in_memory(unsigned device, unsigned long long* available, unsigned long long* total);
 
 Card cards[kCards];
 int init_result = kOk;
@@ -116,11 +121,19 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Card* card, unsigned* count, Process
     for (unsigned i = 0; i < there; ++i) found[i] = {pids[i], bytes[i], 0, 0};
     return kOk;
   }
+  read_card(static_cast<unsigned>(card - cards));
   const unsigned running = card->pid != 0 ? 1 : 0;
   const bool fits = *count >= running;
   *count = running;
   if (!fits) return kInsufficientSize;
   if (running != 0) found[0] = {card->pid, 0, 0, 0};
+  return kOk;
+}
+
+int nvmlDeviceGetMemoryInfo(Card* card, MemoryInfo* found) {
+  if (stand_in_memory == nullptr) return kNotSupported;
+  stand_in_memory(static_cast<unsigned>(card - cards), &found->available, &found->total);
+  found->used = found->total - found->available;
   return kOk;
 }
 
