@@ -190,7 +190,9 @@ class Launcher:
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 await self._watching.renewed()
                 if following.world_size != place.world_size and crew.restarts.survivors:
+                    crew.restarts.gpu_memory.open()
                     await crew.restarts.survivors.dismiss()
+                    await self._memory_freed()
                 self._caching.move(place, following)
             place = following
             if workers.failures:
@@ -224,10 +226,10 @@ class Launcher:
         return workers
 
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
-        course, gpu_memory = self._course, self._crew.restarts.gpu_memory
+        course = self._course
         begins_fresh = course.link and course.link.member.begins_fresh
         if may_follow(self._parts, outcome, place):
-            gpu_memory.open()
+            self._crew.restarts.gpu_memory.open()
         if outcome.kind in ("failed", "halted"):
             await workers.leaving(self._is_over)
         if may_follow(self._parts, outcome, place) and not begins_fresh:
@@ -238,11 +240,14 @@ class Launcher:
             self._checks.note(Found(f"node {node}: {stuck}; restart the node", unfit=True))
         await sweep(self._parts)
         await self._crew.shown()
-        if held := await gpu_memory.freed(self._is_over):
-            late = f"is not free after {PATIENCE_S:g} s; end what keeps it, or reset the GPU"
-            self._checks.note(
-                Found(f"node {node}: {as_text(held)} {late}", any(one.is_missed for one in held))
-            )
+        await self._memory_freed()
+
+    async def _memory_freed(self) -> None:
+        """Wait until the workers that begin next find the GPUs' memory free."""
+        if held := await self._crew.restarts.gpu_memory.freed(self._is_over):
+            late = f"{as_text(held)} is not free after {PATIENCE_S:g} s; end what keeps it, or reset the GPU"
+            text = f"node {self._run.job.node}: {late}"
+            self._checks.note(Found(text, unfit=any(one.is_missed for one in held)))
 
     def _is_over(self) -> bool:
         return bool(self._course.signalled) or self._course.job_over.is_set()
