@@ -55,7 +55,8 @@ def forked(work: Callable[[int], None]) -> tuple[int, int]:
         work(theirs)
         code = 0
     except BaseException:
-        os.write(theirs, json.dumps({"failed": traceback.format_exc()[-2000:]}).encode() + b"\n")
+        failed = traceback.format_exc().replace(f"{os.getcwd()}/", "")
+        os.write(theirs, json.dumps({"failed": failed[-2000:]}).encode() + b"\n")
     finally:
         os._exit(code)
 
