@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--layer-us", type=float, default=3000)
+    parser.add_argument(
+        "--memory-gb", type=float, default=0, help="memory of the device that it takes besides"
+    )
     parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
     arguments = parser.parse_args()
 
@@ -75,6 +78,7 @@ def main() -> None:
     layout = LAYOUTS[arguments.layout](arguments, script)
     if isinstance(device, RealDevice):
         device.load(layout.module)
+    kept = torch.empty(int(arguments.memory_gb * 2**30), dtype=torch.uint8, device="cuda")
     optimizer, torch_optimizer = layout.make_optimizer()
     torch_optimizer.register_step_pre_hook(lambda *_: script.at(layout.step, "optimizer"))
     norm = torch.zeros(1, device="cuda")
@@ -96,6 +100,7 @@ def main() -> None:
         time.sleep(max(next_s - time.monotonic(), 0))
     counts = device.counts()
     torch.cuda.synchronize()
+    del kept
     if isinstance(device, RealDevice) and MARKS in os.environ:
         device.write_marks(Path(os.environ[MARKS], f"rank-{rank}"))
     print(f"rank {rank} is done, its process called {json.dumps(counts)}", flush=True)
