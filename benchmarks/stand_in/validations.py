@@ -36,7 +36,7 @@ LAYOUTS, RANKS = ("ddp", "fsdp2", "pipeline"), (4, 8)
 HOLD_S = 15.0  # the hosts' memory is copied for each message, by eight ranks on two cores
 _FIRST, _WINDOW = 8, 40  # steps before the first kind, and of each kind
 _STEPS = _FIRST + _WINDOW * len(KINDS) + 2
-_PACE_S = 0.1
+_PACE_S, _KERNEL_US = 0.1, 1000
 _LIMIT_S = 600.0
 _TRIES = 3
 # What the job's own watchers make of a slow rank is not asked here.
@@ -72,8 +72,10 @@ def faults(told: Mapping[str, Any]) -> list[Fault]:
     return [replace(one, until=one.step + _WINDOW) for one in all_of_them]
 
 
-def begun(told: Mapping[str, Any], folder: Path, played: Sequence[Fault]) -> Job:
-    """The job of a seed."""
+def begun(
+    told: Mapping[str, Any], folder: Path, played: Sequence[Fault], pace_s: float, kernel_us: int
+) -> Job:
+    """The job of a seed, at a pace that changes nothing of its values."""
     words = [
         "--layout",
         told["layout"],
@@ -90,7 +92,7 @@ def begun(told: Mapping[str, Any], folder: Path, played: Sequence[Fault]) -> Job
         ranks=told["ranks"],
         flags=_FLAGS,
         faults=played,
-        kernel_us=1000,
+        kernel_us=kernel_us,
         values=True,
     )
 
@@ -157,7 +159,7 @@ def shorter(outcome: Validation) -> dict[str, Any]:
 def trial(seed: int, folder: Path) -> dict[str, Any]:
     """One job with its four validations; what was drawn and what came of it."""
     told = drawn(seed)
-    with begun(told, folder, faults(told)) as job:
+    with begun(told, folder, faults(told), _PACE_S, _KERNEL_US) as job:
         found = {kind: validated(job, kind) for kind in KINDS}
         done = job.finish(_LIMIT_S)
     return {
@@ -171,7 +173,7 @@ def trial(seed: int, folder: Path) -> dict[str, Any]:
 
 def untouched(told: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The same job without faults and validations."""
-    with begun(told, folder, ()) as job:
+    with begun(told, folder, (), 0, 1) as job:
         done = job.finish(_LIMIT_S)
     return {"exit_code": done.exit_code, "parameters": parameters(done.console)}
 
