@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--layer-us", type=float, default=3000)
     parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
-    parser.add_argument("--tell-parameters", action="store_true", help="print a checksum of them at the end")
+    parser.add_argument(
+        "--tell-parameters", action="store_true", help="a fixed seed, and a checksum of them at the end"
+    )
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -71,6 +73,8 @@ def main() -> None:
     else:
         compute_values()
         torch.cuda.set_device(local_rank)
+    if arguments.tell_parameters:
+        torch.manual_seed(0)  # the device's generator has a random seed otherwise
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
     device = RealDevice(arguments.layer_us) if arguments.real else Device()
     script = Script.from_environment(device, rank)
