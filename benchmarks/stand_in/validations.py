@@ -34,7 +34,7 @@ from keepstep.validate.plan import transfers
 KINDS = ("healthy", "slow", "slow-pair", "cut")
 LAYOUTS, RANKS = ("ddp", "fsdp2", "pipeline"), (4, 8)
 HOLD_S = 15.0  # the hosts' memory is copied for each message, by eight ranks on two cores
-_FIRST, _WINDOW = 8, 40  # steps before the first kind, and of each kind
+_FIRST, _WINDOW = 8, 70  # steps before the first kind, and of each: more than a hold is ordered ahead
 _STEPS = _FIRST + _WINDOW * len(KINDS) + 2
 _PACE_S, _KERNEL_US = 0.1, 1000
 _LIMIT_S = 600.0
