@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import time
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,6 +65,9 @@ def main() -> None:
         "--memory-gb", type=float, default=0, help="memory of the device that it takes besides"
     )
     parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
+    parser.add_argument(
+        "--tell-parameters", action="store_true", help="a fixed seed, and a checksum of them at the end"
+    )
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -72,6 +76,8 @@ def main() -> None:
     else:
         compute_values()
         torch.cuda.set_device(local_rank)
+    if arguments.tell_parameters:
+        torch.manual_seed(0)  # the device's generator has a random seed otherwise
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
     device = RealDevice(arguments.layer_us) if arguments.real else Device()
     script = Script.from_environment(device, rank)
@@ -103,6 +109,12 @@ def main() -> None:
     del kept
     if isinstance(device, RealDevice) and MARKS in os.environ:
         device.write_marks(Path(os.environ[MARKS], f"rank-{rank}"))
+    if arguments.tell_parameters:
+        told = 0
+        for parameter in layout.parameters():
+            local = getattr(parameter, "to_local", lambda kept=parameter: kept)()
+            told = zlib.crc32(local.detach().cpu().numpy().tobytes(), told)
+        print(f"rank {rank} ends with parameters {told:08x}", flush=True)
     print(f"rank {rank} is done, its process called {json.dumps(counts)}", flush=True)
     dist.destroy_process_group()
 
