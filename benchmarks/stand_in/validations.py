@@ -256,8 +256,11 @@ def main() -> None:
                 kept.result("validations", seed, lambda seed=seed, at=Path(folder): trial(seed, at / "held"))
             )
             name = name_of(told)
-            whole = kept.result(name, 0, lambda told=told, at=Path(folder): untouched(told, at / "untouched"))
-            wholes[name] = whole.get("parameters", [])
+            if name not in wholes:
+                whole = kept.result(
+                    name, 0, lambda told=told, at=Path(folder): untouched(told, at / "untouched")
+                )
+                wholes[name] = whole.get("parameters", [])
     for line in judged(trials, wholes):
         report.add(line)
     report.finish(arguments.json)
