@@ -138,7 +138,7 @@ Result look_for_the_dead(Core& core) {
 }
 
 // STAND_IN_ABORT: "quick" returns at once; "stream" when all that was enqueued of the communicator has left the device,
-// and with it all that is enqueued before; "ranks" when all living ranks have called it, too.
+// and with it all that is enqueued before; "ranks" when all living ranks have called it, too; "never" does not return.
 Result abort_core(const CorePointer& core) {
   static const std::string how = setting("STAND_IN_ABORT") == nullptr ? "quick" : setting("STAND_IN_ABORT");
   core->aborted = true;
@@ -147,6 +147,7 @@ Result abort_core(const CorePointer& core) {
   ring(*core->shared);
   log("abort %s %lld", core->name.c_str(), static_cast<long long>(host_now()));
   if (how == "quick") return kSuccess;
+  while (how == "never") pause();
   Point last;
   {
     const std::lock_guard<std::mutex> guard(core->lock);
