@@ -47,13 +47,14 @@ def test_links_are_measured_on_the_device_and_a_slow_one_has_its_figure(tmp_path
     assert known[0, 1] == pytest.approx(known[1, 0] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("abort", ["quick", "ranks"])
+@pytest.mark.parametrize("abort", ["quick", pytest.param("ranks", marks=pytest.mark.long)])
 def test_a_pair_over_which_nothing_comes_costs_that_link_only(tmp_path: Path, abort: str) -> None:
     known = speeds(found(tmp_path, "cut", STAND_IN_ABORT=abort))
     assert known[0, 1] == 0.0
     assert known[1, 0] > 0
 
 
+@pytest.mark.long
 def test_tests_that_are_stopped_leave_the_link_and_accuse_nobody(tmp_path: Path) -> None:
     told = found(tmp_path, "stopped")
     assert 0.0 not in speeds(told).values()

@@ -16,7 +16,7 @@ GATE = Path(__file__).with_name("gate_job.py")
 STEPS, AT = 30, 12
 
 
-@pytest.mark.parametrize("kind", ["gated", "left", "open"])
+@pytest.mark.parametrize("kind", ["gated", pytest.param("left", marks=pytest.mark.long), "open"])
 def test_only_without_a_gate_an_aborted_collective_feeds_the_step_behind_it(
     tmp_path: Path, kind: str
 ) -> None:
@@ -45,7 +45,12 @@ def losses(folder: Path) -> list[dict[int, set[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "abort"), [("backward", "stream"), ("optimizer", "quick"), ("optimizer", "never")]
+    ("phase", "abort"),
+    [
+        ("optimizer", "quick"),
+        pytest.param("backward", "stream", marks=pytest.mark.long),
+        pytest.param("optimizer", "never", marks=pytest.mark.long),
+    ],
 )
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
     tmp_path: Path, phase: Phase, abort: str
