@@ -11,8 +11,8 @@ its nodes (make kubernetes).
 In Slurm a seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing
 happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. In
 Kubernetes it draws whether a GPU breaks (the node's kernel says so), also while the API server is away, a node is lost,
-a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``; of a seed
-that was run again the newest counts in the summary, which names the others.
+a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``. Of a
+seed that was run again the newest line counts in the summary, which names failed ones before it.
 """
 
 from __future__ import annotations
