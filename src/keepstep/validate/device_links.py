@@ -23,7 +23,8 @@ FREE_BYTES = 1 << 30
 """So much of the device has to be free: for one message, and some hundred MB for what NCCL takes."""
 NO_MEMORY = "no free memory for the test of links"
 SET_UP_S = 1.5  # for NCCL to make the communicator
-_NAME = b"keepstep"  # of the communicator; our profiler plugin leaves it out
+_NAME = b"keepstep"
+"""The communicator's name, by which our profiler plugin leaves it out."""
 _SUCCESS, _IN_PROGRESS, _INT8 = 0, 7, 0
 _UNDEFINED = -(1 << 31)
 _LOOK_S = 0.0005

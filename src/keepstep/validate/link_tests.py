@@ -37,11 +37,11 @@ _COST = struct.Struct(">QQ")
 _WAITING_ROOM = 64  # connections that came before their turn
 _NO, _YES = b"\0", b"\1"
 _NO_ID = bytes(ID_BYTES)  # offered instead of an id: the data goes over TCP
-_FIRST_BYTES = (
-    1 << 20
-)  # of the first messages between devices, which are quick enough for any link that works
+_FIRST_BYTES = 1 << 20
+"""Size of the first messages between devices: quick enough for any link that works."""
 _LOOK_S = 0.05  # how often a wait for the other end looks whether the tests are over
-_STUCK_S = 1.0  # of a message between devices that takes longer, nothing is known but that
+_STUCK_S = 1.0
+"""Longest time of a message between devices: of a slower one nothing is known but that it is."""
 
 
 @dataclass(slots=True)

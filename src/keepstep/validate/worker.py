@@ -14,9 +14,8 @@ from keepstep.validate.link_tests import MESSAGE_BYTES, OnDevice, Receiver, send
 
 MOST_LIMIT_S = 20.0
 MOST_TRANSFERS = 256
-MOST_ABORT_S = (
-    2.0  # how long the training waits, once its hold is over, for a link between devices to be gone
-)
+MOST_ABORT_S = 2.0
+"""How long the training waits, once its hold is over, for a link between devices to be gone."""
 _CPU_SCALE = 4  # how much smaller messages are between ranks that compute on the host
 _MOST_TEXT = 200
 
