@@ -2,9 +2,9 @@
 // has left. NCCL tells nobody of an abort: the collective's kernel ends, its tensor holds what was not reduced.
 //
 // The stream waits until a word of page-locked memory is 0 (2 µs of the GPU's time, no host function). Whoever aborts sets it
-// to 1 *before* NCCL is told, so that a stream that comes from an aborted collective finds the gate closed. Without a sign of
-// life from whoever closed it for a second the gate opens by itself: a process that cannot be helped had better go on and
-// fail. What comes after an abort is spoilt until the groups are whole again, and no snapshot of it is sealed.
+// to 1 *before* NCCL is told, so that a stream that comes from an aborted collective finds the gate closed. After a second the
+// gate opens by itself: a process that nobody helps had better go on and fail. What comes after an abort is spoilt until the
+// groups are whole again, and no snapshot of it is sealed.
 #pragma once
 
 #include <sys/syscall.h>
@@ -39,7 +39,7 @@ class Gate {
     std::uint32_t* word = word_.load();
     if (word == nullptr) return;
     aborts_.fetch_add(1);
-    heard_ns_.store(ring::monotonic_ns());
+    closed_ns_.store(ring::monotonic_ns());
     __atomic_store_n(word, 1, __ATOMIC_SEQ_CST);
     if (watched_.exchange(true)) return;
     try {
@@ -49,7 +49,6 @@ class Gate {
     }
   }
 
-  void hold() noexcept { heard_ns_.store(ring::monotonic_ns()); }  // a sign of life
   void open() noexcept {
     if (std::uint32_t* word = word_.load()) __atomic_store_n(word, 0, __ATOMIC_SEQ_CST);
   }
@@ -59,7 +58,7 @@ class Gate {
   bool spoilt() const noexcept { return aborts_.load() != whole_at_.load(); }
 
  private:
-  static constexpr std::int64_t kSilentNs = 1'000'000'000;
+  static constexpr std::int64_t kLongestNs = 1'000'000'000;
 
   bool prepare(const cuda::Driver& driver) noexcept {
     if (word_.load(std::memory_order_relaxed) != nullptr) return true;
@@ -72,13 +71,13 @@ class Gate {
 
   void watch(std::uint32_t* word) noexcept {
     for (timespec pause{0, 20'000'000}; __atomic_load_n(word, __ATOMIC_SEQ_CST) != 0; nanosleep(&pause, nullptr))
-      if (static_cast<std::int64_t>(ring::monotonic_ns() - heard_ns_.load()) > kSilentNs) open();
+      if (static_cast<std::int64_t>(ring::monotonic_ns() - closed_ns_.load()) > kLongestNs) open();
     watched_.store(false);
     if (__atomic_load_n(word, __ATOMIC_SEQ_CST) != 0 && !watched_.exchange(true)) watch(word);  // closed meanwhile
   }
 
   std::atomic<std::uint32_t*> word_{nullptr};  // null: there is no gate
-  std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, heard_ns_{0};
+  std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, closed_ns_{0};
   std::atomic<bool> watched_{false};
 };
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from benchmarks._report import Line, Report, bench_arguments
@@ -50,7 +50,15 @@ _TABLES = tuple(Path("straggler_tables") / f"trace-{name}.parquet" for name in (
 _TIMED = ((2, 4, 8, 8), (8, 16, 32, 32), (8, 16, 1024, 32))
 _BASELINES = ("fixed threshold", "heat map", "collective times")
 Job = tuple[str, int, bool, Path | None]  # kind, seed, at 131,072 ranks, recorded blocks
-_decode = msgspec.msgpack.Decoder(AgentMessage).decode  # as the controller's channel does
+_any_message = msgspec.msgpack.Decoder(AgentMessage)  # as the controller's channel decodes
+_Kind = TypeVar("_Kind", bound=AgentMessage)
+
+
+def _decode(frame: bytes, kind: type[_Kind]) -> _Kind:
+    message = _any_message.decode(frame)
+    if not isinstance(message, kind):
+        raise TypeError(f"a {kind.__name__} is due, not a {type(message).__name__}")
+    return message
 
 
 def profiles(run: Run, onset: int, silent: frozenset[int]) -> Iterator[tuple[bytes, bytes]]:
@@ -131,9 +139,9 @@ def locate_profiles(
     cluster = Cluster(len(names))
     answers: list[wire.Profile] = []
     for heartbeat, profile in messages:
-        beat = _decode(heartbeat)
+        beat = _decode(heartbeat, wire.Heartbeat)
         cluster.heard(cluster.node(beat.node_rank, names[beat.node_rank]), beat, 0.0)
-        answers.append(_decode(profile))
+        answers.append(_decode(profile, wire.Profile))
     rows = iterations_of(answers)
     before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
     causes = [cause for answer in answers for cause in answer.causes]
@@ -145,7 +153,7 @@ def locate_profiles(
     found = locators.slow(evidence)
     wanted = locators.blocks_wanted(evidence, found.culprits) if blocks_of is not None else ()
     if blocks_of is not None and wanted:
-        blocks = [one for message in blocks_of(wanted) for one in _decode(message).blocks]
+        blocks = [one for message in blocks_of(wanted) for one in _decode(message, wire.Profile).blocks]
         found = locators.sharpen(replace(evidence, blocks=blocks), found)
     return found, after
 
@@ -183,7 +191,7 @@ def judge_hang(case: Case) -> dict[str, Any]:
     """One hang."""
     run = case.workload.run(case.steps, case.faults, stuck=True)
     groups, nodes = case.workload.groups(), case.workload.nodes
-    answers = [_decode(message) for message in states(run, case.silent)]
+    answers = [_decode(message, wire.States) for message in states(run, case.silent)]
     told = [state for answer in answers for state in answer.states]
     silent_nodes = {nodes[node * case.workload.ranks_per_node] for node in case.silent}
     diagnosis = locate_hang(Evidence(groups, nodes, states=told, silent_nodes=silent_nodes))

@@ -35,12 +35,15 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(AgentMessage).decode
     groups: dict[str, GroupInfo] = {}
     for message in messages(folder / "groups"):
-        groups.update((one.name, one) for one in decode(message).groups)
+        told = decode(message)
+        assert isinstance(told, wire.Groups)
+        groups.update((one.name, one) for one in told.groups)
     nodes = dict(enumerate(json.loads((folder / "nodes.json").read_text())))
     names = list(dict.fromkeys(nodes.values()))
     cluster = Cluster(len(names))
     for message in messages(folder / "beats"):
         beat = decode(message)
+        assert isinstance(beat, wire.Heartbeat)
         cluster.heard(cluster.node(beat.node_rank, names[beat.node_rank]), beat, 0.0)
     frames = list(messages(folder / "answers"))[::-1]  # as received
     collect_rarely()
@@ -50,13 +53,14 @@ def main() -> None:
     decoded = time.perf_counter()
     clocks = locators.offsets(cluster.clock_samples())
     if isinstance(answers[0], wire.States):
-        told = [state for answer in answers for state in answer.states]
-        found = locators.hang(Evidence(groups, nodes, clocks, states=told))
+        states = [state for answer in answers if isinstance(answer, wire.States) for state in answer.states]
+        found = locators.hang(Evidence(groups, nodes, clocks, states=states))
     else:
-        traffic = [one for answer in answers for one in answer.traffic]
-        causes = [one for answer in answers for one in answer.causes]
-        rows = iterations_of(answers)
-        del answers
+        profiles = [answer for answer in answers if isinstance(answer, wire.Profile)]
+        traffic = [one for answer in profiles for one in answer.traffic]
+        causes = [one for answer in profiles for one in answer.causes]
+        rows = iterations_of(profiles)
+        del answers, profiles
         before, after = between(rows, 0, onset), between(rows, onset, 1 << 30)
         found = locators.slow(
             Evidence(groups, nodes, clocks, before=before, after=after, causes=causes, traffic=traffic)

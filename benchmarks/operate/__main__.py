@@ -5,12 +5,14 @@ its nodes (make kubernetes).
 
     python -m benchmarks.operate --part slurm --seeds 0-119 --out DIR
     python -m benchmarks.operate --part kubernetes --seeds 0-79 --out DIR
+    python -m benchmarks.operate --part PART --seeds 3,17,40-119 --out DIR
     python -m benchmarks.operate --part PART --summary --out DIR
 
 In Slurm a seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing
 happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. In
 Kubernetes it draws whether a GPU breaks (the node's kernel says so), also while the API server is away, a node is lost,
-a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``.
+a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``. Of a
+seed that was run again the newest line counts in the summary, which names failed ones before it.
 """
 
 from __future__ import annotations
@@ -73,9 +75,10 @@ def main() -> None:
         if reason := slurm_bed.missing() if in_slurm else kube_bed.missing():
             parser.error(reason)
         out.mkdir(parents=True, exist_ok=True)
-        first, _, last = given.seeds.partition("-")
+        ranges = [one.partition("-") for one in given.seeds.split(",")]
+        seeds = [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
         with tempfile.TemporaryDirectory(prefix="operate-") as top:
-            for seed in range(int(first), int(last or first) + 1):
+            for seed in seeds:
                 plan = plan_of(seed) if in_slurm else kube_plan_of(seed)
                 world = plan.nodes * plan.ranks
                 folder = Path(top, f"seed-{seed}")
@@ -90,7 +93,13 @@ def main() -> None:
                     file.write(json.dumps(row) + "\n")
                 print(f"seed {seed}: {'passed' if row['passed'] else row['why']}", flush=True)
     sum_up = summary if in_slurm else kube_summary
-    print(sum_up([json.loads(line) for line in results.read_text().splitlines()]))
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    newest = {row["seed"]: row for row in rows}
+    print(sum_up(list(newest.values())))
+    for row in rows:
+        if row is not newest[row["seed"]] and not row["passed"]:
+            why = "; ".join(row["why"])
+            print(f"seed {row['seed']} was run again, it had failed at {row['commit']}: {why}")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,9 @@ class Trial:
         return Seen(
             slurm_exit=_word(shown, "ExitCode"),
             ends=[
-                {key: one.get(key) for key in ("exit_code", "category", "nodes", "reason")} for one in ends
+                {key: one.get(key) for key in ("exit_code", "category", "nodes")}
+                | {"reason": str(one.get("reason")).replace(f"{self.bed.folder}/", "")}
+                for one in ends
             ],
             starts_again=int(_word(shown, "Restarts") or 0),
             excluded=_word(shown, "ExcNodeList"),

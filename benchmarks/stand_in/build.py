@@ -22,7 +22,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "native" / "tests" / "stand_in_g
 OPERATORS = "operators.so"
 """For ``torch.ops.load_library``, where torch's operators are to compute."""
 DRIVER = "driver"
-"""The folder of NVML, which torch takes for a whole driver where it finds it: only jobs that are to tell clocks do."""
+"""The folder of NVML, which torch takes for a whole driver where it finds it: only jobs that are to use it do."""
 _WANTED = re.compile(r"NEEDED.*\[((?:libcu|libnccl|libnvrtc|libnvshmem)[^\]]*)\]")
 _PREFIXES = {  # of the functions that are wanted without a symbol version
     "libcudnn.so": "cudnn", "libnvrtc.so": "nvrtc", "libcufile.so": "cuFile", "libcusparseLt.so": "cusparseLt",
@@ -106,7 +106,7 @@ class _Builder:
         if version in self.wanted.versioned:
             (self.out / "versions.map").write_text(f"{version} {{ global: *; }};\n")
             link.append(f"-Wl,--version-script={self.out / 'versions.map'}")
-        link += [self.out / other for other in over]
+        link += ["-Wl,--no-as-needed", *(self.out / other for other in over)]
         _run(*words, *_WARNINGS, *(SOURCES / source for source in sources), *link, "-ldl")
 
 
@@ -162,7 +162,8 @@ def _build(torch: Path, headers: Path, out: Path) -> None:
         "libnccl.so.2", *nccl, over=("libcuda.so.1",), stubs=wanted.of("libnccl.so.2") - _defined_in(*nccl)
     )
     (out / DRIVER).mkdir()
-    _Builder(headers, wanted, out / DRIVER).library("libnvidia-ml.so.1", "nvml.cpp", stubs=set())
+    over = ("../libcuda.so.1",)
+    _Builder(headers, wanted, out / DRIVER).library("libnvidia-ml.so.1", "nvml.cpp", over=over, stubs=set())
     blas = {soname for soname in wanted.sonames if soname.startswith("libcublas")}
     for soname in sorted(blas):
         stubs = wanted.of(soname) - _defined_in("blas.cpp")

@@ -86,6 +86,7 @@ class Device:
         if not hasattr(self._library, "stand_in_counter"):
             raise OSError("libcuda.so.1 is not the stand-in: LD_LIBRARY_PATH has to name its folder")
         self._library.stand_in_counter.restype = ctypes.c_int64
+        self._library.stand_in_stream_counter.restype = ctypes.c_int64
 
     def kernel_us(self, us: float, kind: Kind | None = None) -> None:
         """Let kernels of this kind, or all, take ``us`` microseconds."""
@@ -128,6 +129,12 @@ class Device:
     def count(self, what: Counter) -> int:
         """How often the process has done this."""
         return self._library.stand_in_counter(COUNTERS.index(what))
+
+    def waits_of(self, stream: int) -> tuple[int, int]:
+        """How many waits for events were put on a stream, and how often the host has waited for what is on it."""
+        at = ctypes.c_void_p(stream)
+        put, awaited = (self._library.stand_in_stream_counter(at, which) for which in range(2))
+        return put, awaited
 
     def counts(self) -> Mapping[str, int]:
         """How often the process has done each of these."""

@@ -31,7 +31,7 @@ What = Literal[
     "hot",  # the kernels of `rank` do, because its driver holds the GPU's clock down for its temperature
     "slow-host",  # its host works `value` seconds more in phase `where` of each of these steps
     "slow-pair",  # what goes from `rank` to `peer` takes `value` percent longer
-    "cut",  # nothing goes from `rank` to `peer`
+    "cut",  # nothing goes from `rank` to `peer`; in phase "optimizer": from there to the next step only
     "hang",  # its host never comes out of phase `where`
     "hold",  # the same, in C code that holds the interpreter's lock: no other thread of Python runs there any more
     "never-ends",  # a kernel that it launches in phase `where` never ends
@@ -86,6 +86,7 @@ class Script:
         self.device = device
         self.faults = [fault for fault in faults if fault.rank == rank]
         self._rank, self._notes, self._noted = rank, os.environ.get(_NOTES, ""), set[Fault]()
+        self._stream = 0
         self._is_virtual = os.environ.get("STAND_IN_CLOCK") == "virtual"
         self._tell_clock(1.0)
 
@@ -105,7 +106,10 @@ class Script:
                 self._note(fault)
             if fault.what == "hot" and step in (fault.step, fault.until):
                 self._tell_clock(fault.value if step == fault.step else 1.0)
-            if fault.what in ("cut", "slow-pair") and step in (fault.step, fault.until):
+            if fault.what == "cut" and fault.where == "optimizer":
+                if fault.step < step <= fault.until:
+                    self.device.cut(stream, fault.rank, fault.peer, False)
+            elif fault.what in ("cut", "slow-pair") and step in (fault.step, fault.until):
                 begins = step == fault.step
                 self._note(fault)
                 if fault.what == "cut":
@@ -113,6 +117,7 @@ class Script:
                 else:
                     self.device.slow_pair(stream, fault.rank, fault.peer, int(fault.value) if begins else 0)
         self.device.slow_down(factor)
+        self._stream = stream
 
     def _tell_clock(self, factor: float) -> None:
         if cards := os.environ.get(CARDS):
@@ -123,6 +128,9 @@ class Script:
         for fault in self.faults:
             if fault.where != where:
                 continue
+            if fault.what == "cut" and where == "optimizer" and fault.is_on(step):
+                self._note(fault)
+                self.device.cut(self._stream, fault.rank, fault.peer)
             if fault.what == "slow-host" and fault.is_on(step):
                 self._note(fault)
                 self.device.host_works(fault.value) if self._is_virtual else time.sleep(fault.value)

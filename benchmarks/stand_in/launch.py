@@ -75,13 +75,14 @@ def environment(
     clock: Literal["real", "virtual"] = "real",
     kernel_us: float | str = 100,
     values: bool = False,
+    nvml: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The variables with which a process is on the stand-in; all ranks of a job get the same.
 
     ``folder`` gets the job's ``control`` file and its devices' logs. ``kernel_us`` is a number or
-    ``"gemm=300,optimizer=50"``. With ``values`` operators compute, in jobs that ask for it. ``settings`` has more,
-    ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
+    ``"gemm=300,optimizer=50"``. With ``values`` operators compute, in jobs that ask for it. ``nvml``: its driver can be
+    asked. ``settings`` has more, ``STAND_IN_...`` of docs/design/stand-in-gpu.md among them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     devices = folder / "devices"
@@ -89,7 +90,8 @@ def environment(
     (folder / "control").write_bytes(bytes(CONTROL_BYTES))
     libraries, before = build(VENV), os.environ.get("LD_LIBRARY_PATH")
     faults = list(faults)
-    searched = [libraries, *([libraries / DRIVER] if any(one.what == "hot" for one in faults) else [])]
+    nvml = nvml or any(one.what == "hot" for one in faults)
+    searched = [libraries, *([libraries / DRIVER] if nvml else [])]
     return {
         **os.environ,
         "LD_LIBRARY_PATH": ":".join([*map(str, searched), *([before] if before else [])]),
@@ -200,13 +202,14 @@ def start(
     clock: Literal["real", "virtual"] = "real",
     kernel_us: float | str = 100,
     values: bool = False,
+    nvml: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> Job:
     """Start ``script`` on ``ranks`` ranks: under ``keepstep run`` with ``flags``, or its ranks as they are."""
     for rank in range(ranks):
         write_card(folder / "cards", rank)
     variables = environment(
-        folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, settings=settings
+        folder, faults=faults, clock=clock, kernel_us=kernel_us, values=values, nvml=nvml, settings=settings
     )
     words = [str(PYTHON), str(script), *arguments]
     if watched:

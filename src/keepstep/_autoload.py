@@ -1,6 +1,6 @@
 """Entry point of the ``torch.backends`` group: runs inside every ``import torch``.
 
-Inactive (no ``KEEPSTEP_RUN_DIR``) it looks up two environment variables and returns. Active, whatever goes wrong is
+Outside of ``keepstep run`` it looks up three environment variables and returns. Active, whatever goes wrong is
 said once on stderr, and the script goes on unwatched.
 """
 
@@ -12,11 +12,12 @@ _DROPPED_WITHIN_S = 0.02
 
 
 def activate() -> None:
-    """Install the probe when ``keepstep run`` started this process; otherwise do nothing. Never raises."""
+    """Install what ``keepstep run`` asked for in this process's environment; otherwise do nothing. Never raises."""
     watched, awaited = "KEEPSTEP_RUN_DIR" in os.environ, "KEEPSTEP_MILESTONES" in os.environ
+    if "KEEPSTEP_JOB" in os.environ:
+        atexit.register(_let_go)
     if not (watched or awaited):
         return
-    atexit.register(_let_go)
     try:
         from keepstep.worker import group_setup as _group_setup
 

@@ -1,9 +1,10 @@
 """An all-reduce that never ends, a step of the optimizer behind it, and an abort by another thread; two ranks.
 
-    python gate_job.py GATED FOLDER
+    python gate_job.py KIND FOLDER
 
 Rank 0 writes to ``FOLDER/fed`` whether the step was made on gradients that were not reduced: while the gate was closed
-(``before``) and once all has ended (``after``).
+(``before``) and once all has ended (``after``). ``KIND``: "gated"; "left", where nobody opens the gate; "open", where
+there is none.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from benchmarks.stand_in.device import compute_values
 from keepstep.session.device_gate import DeviceGate
 
 
-def main(gated: bool, folder: Path) -> None:
+def main(kind: str, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
     weight = torch.nn.Parameter(torch.ones(64).cuda())
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    gate = DeviceGate() if gated else None
+    gate = DeviceGate() if kind != "open" else None
     weight.grad = torch.ones(64).cuda()
     dist.all_reduce(weight.grad, dist.ReduceOp.AVG)
     optimizer.step()  # the first: weights are 0
@@ -43,7 +44,8 @@ def main(gated: bool, folder: Path) -> None:
         aborting.join()
         time.sleep(0.3)
         told = {"before": fed(weight)}
-        if gate is not None:
+        if kind == "gated":
+            assert gate is not None
             gate.open()
         torch.cuda.synchronize()
         told["after"] = fed(weight)
@@ -71,4 +73,4 @@ def fed(weight: torch.nn.Parameter) -> bool:
 
 if __name__ == "__main__":
     compute_values()
-    main(sys.argv[1] == "gated", Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -134,7 +134,7 @@ class Operated:
                         "command": [
                             "sh",
                             "-c",
-                            f'exec python {FALSE} {name[:-2]} "$@" "$NODE"',
+                            f'exec python "{FALSE}" {name[:-2]} "$@" "$NODE"',
                             "sh",
                             *accused,
                         ],

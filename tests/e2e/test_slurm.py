@@ -22,7 +22,7 @@ CONTAINER = """\
 exec unshare --mount --propagation=private sh -c '
   for program in scontrol squeue sbatch scancel srun; do mount --bind /bin/false "$(command -v $program)"; done
   mount -t tmpfs none {munge}
-  exec {python} "$@"' sh "$@"
+  exec "{python}" "$@"' sh "$@"
 """
 TASK = """
 import os, pathlib, sys, time

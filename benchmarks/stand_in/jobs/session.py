@@ -1,9 +1,11 @@
-"""A Session's training on the stand-in GPU whose operators compute: DDP over NCCL, the host runs ahead.
+"""A Session's training on the stand-in GPU whose operators compute: DDP or FSDP2 over NCCL, the host runs ahead.
 
     python session.py STEPS FOLDER
 
-Each rank adds ``step loss time`` to ``FOLDER/losses-RANK``, a step late, so that the host never waits for its device.
-With ``WAIT_AT`` in the environment all ranks wait at that step until there is ``FOLDER/go``.
+Each rank adds ``step loss time`` to ``FOLDER/losses-RANK`` once its device has the loss, so that the host is up to
+three steps ahead, and ``incarnation step`` to ``FOLDER/begun-RANK`` for each step that it begins with. In the
+environment: ``LAYOUT`` is "ddp" or "fsdp2"; all ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with
+``GATE=none`` the optimizer's kernels stand behind no gate, and keepstep does not know it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +24,9 @@ from benchmarks.stand_in.faults import Script
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
+from keepstep.session.device_gate import DeviceGate
 
+AHEAD = 3  # steps
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
 WAIT_AT = int(os.environ.get("WAIT_AT", "-1"))
 
@@ -43,21 +49,43 @@ class Data:
         self.step = state["step"]
 
 
+class Loss(NamedTuple):
+    """The loss of a step, on its way to the host."""
+
+    step: int
+    value: torch.Tensor
+    has_come: torch.cuda.Event
+
+
+def on_its_way(step: int, loss: torch.Tensor) -> Loss:
+    value = torch.empty((), pin_memory=True).copy_(loss.detach(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return Loss(step, value, event)
+
+
+def model_of(layout: str) -> torch.nn.Module:
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).cuda()
+    if layout == "ddp":
+        return DistributedDataParallel(layers, bucket_cap_mb=0.01, find_unused_parameters=True)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (layers[0], layers[2]):
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
 @keepstep.resilient
 def train(session: keepstep.Session, total: int, folder: Path) -> None:
     torch.manual_seed(7)
     script = Script.from_environment(Device(), session.rank)
     stream = torch.cuda.current_stream().cuda_stream
-    model = DistributedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).cuda(),
-        bucket_cap_mb=0.01,
-        find_unused_parameters=True,
-    )
+    model = model_of(os.environ.get("LAYOUT", "ddp"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     data = Data(session.rank)
     start = session.restore(model=model, optimizer=optimizer, data=data)
-    path = folder / f"losses-{session.rank}"
-    late: tuple[int, torch.Tensor] | None = None
+    note(folder / f"begun-{session.rank}", session.incarnation, start)
+    path, late = folder / f"losses-{session.rank}", deque[Loss]()
     for step in session.steps(start, total):
         while step == WAIT_AT and not (folder / "go").exists():
             time.sleep(0.02)
@@ -69,20 +97,29 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
         script.at(step, "optimizer")
         optimizer.step()
         optimizer.zero_grad()
-        note(path, late)
-        late = (step, loss.detach())
+        late.append(on_its_way(step, loss))
+        note_losses(path, late, AHEAD)
         time.sleep(PAUSE_S)
-    note(path, late)
+    note_losses(path, late, 0)
 
 
-def note(path: Path, late: tuple[int, torch.Tensor] | None) -> None:
-    if late is not None:
-        with path.open("a") as file:
-            file.write(f"{late[0]} {float(late[1].item()).hex()} {time.time():.3f}\n")
+def note_losses(path: Path, late: deque[Loss], most: int) -> None:
+    """Note losses that have come, and wait for them while more than ``most`` are on their way."""
+    while late and (len(late) > most or late[0].has_come.query()):
+        late[0].has_come.synchronize()
+        step, value, _ = late.popleft()
+        note(path, step, float(value).hex(), f"{time.time():.3f}")
+
+
+def note(path: Path, *words: object) -> None:
+    with path.open("a") as file:
+        print(*words, file=file)
 
 
 if __name__ == "__main__":
     compute_values()
+    if os.environ.get("GATE") == "none":
+        DeviceGate._before_step = lambda self, *_: setattr(self, "stands", True)  # pyright: ignore
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     train(int(sys.argv[1]), Path(sys.argv[2]))

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import time
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,7 +61,13 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--layer-us", type=float, default=3000)
+    parser.add_argument(
+        "--memory-gb", type=float, default=0, help="memory of the device that it takes besides"
+    )
     parser.add_argument("--pace-s", type=float, default=0, help="least time of a host's step on the wall")
+    parser.add_argument(
+        "--tell-parameters", action="store_true", help="a fixed seed, and a checksum of them at the end"
+    )
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -69,12 +76,15 @@ def main() -> None:
     else:
         compute_values()
         torch.cuda.set_device(local_rank)
+    if arguments.tell_parameters:
+        torch.manual_seed(0)  # the device's generator has a random seed otherwise
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))
     device = RealDevice(arguments.layer_us) if arguments.real else Device()
     script = Script.from_environment(device, rank)
     layout = LAYOUTS[arguments.layout](arguments, script)
     if isinstance(device, RealDevice):
         device.load(layout.module)
+    kept = torch.empty(int(arguments.memory_gb * 2**30), dtype=torch.uint8, device="cuda")
     optimizer, torch_optimizer = layout.make_optimizer()
     torch_optimizer.register_step_pre_hook(lambda *_: script.at(layout.step, "optimizer"))
     norm = torch.zeros(1, device="cuda")
@@ -96,8 +106,15 @@ def main() -> None:
         time.sleep(max(next_s - time.monotonic(), 0))
     counts = device.counts()
     torch.cuda.synchronize()
+    del kept
     if isinstance(device, RealDevice) and MARKS in os.environ:
         device.write_marks(Path(os.environ[MARKS], f"rank-{rank}"))
+    if arguments.tell_parameters:
+        told = 0
+        for parameter in layout.parameters():
+            local = getattr(parameter, "to_local", lambda kept=parameter: kept)()
+            told = zlib.crc32(local.detach().cpu().numpy().tobytes(), told)
+        print(f"rank {rank} ends with parameters {told:08x}", flush=True)
     print(f"rank {rank} is done, its process called {json.dumps(counts)}", flush=True)
     dist.destroy_process_group()
 

@@ -311,6 +311,7 @@ void wait_for(const Point& point, bool counts) {
   if (counts) count(kSynchronizations);
   if (point == nullptr) return;
   Stream& stream = *point->stream;
+  if (counts) ++stream.awaited;
   std::unique_lock<std::mutex> guard(stream.lock_);
   stream.changed_.wait(guard, [&] { return point->done || failed() != 0; });
   if (counts) host_reached(point->end);
@@ -347,6 +348,7 @@ int wait_for(Event* event) {
 int make_wait(Stream* stream, Event* event) {
   if (const int error = failed()) return error;
   count(kStreamWaits);
+  ++stream->waits;
   if (const Point point = event->get()) stream->enqueue(nullptr, {point});
   return kOk;
 }
@@ -363,6 +365,7 @@ void synchronize(int device) {
   count(kSynchronizations);
   for (Stream* stream : streams(device)) {
     const Point point = stream->tail();
+    ++stream->awaited;
     wait_for(point, false);
     if (point != nullptr && failed() == 0) host_reached(point->end);
   }
@@ -470,4 +473,8 @@ void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), vo
 }
 void stand_in_wait(void* stream) { wait_for(stream_of(stream)->tail(), false); }
 std::int64_t stand_in_counter(int which) { return which < 0 || which >= kCounters ? -1 : counters[which].load(); }
+std::int64_t stand_in_stream_counter(void* stream, int which) {
+  const Stream& one = *stream_of(stream);
+  return which == 0 ? one.waits : one.awaited;
+}
 }

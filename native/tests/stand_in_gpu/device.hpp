@@ -7,6 +7,7 @@
 // sleeps and the host's clock does not count: the host's time is that of the device it last waited for.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -59,6 +60,7 @@ struct Stream {
   const bool blocking;  // it waits for the legacy stream, and that for it
   const int priority;
   unsigned long number;
+  std::atomic<std::int64_t> waits{0}, awaited{0};  // that were put on it; of the host for what is on it
 
   // Blocks while the queue is full, as a launch does. The body runs on the stream's thread.
   Point enqueue(std::function<Ns(Ns)> body, std::vector<Point> after = {});
@@ -158,6 +160,7 @@ void stand_in_host_ns(std::int64_t ns);                // the host works so long
 void stand_in_mark(void* stream, std::int64_t tag);    // "mark TAG NS" into the log when the stream gets there
 void stand_in_pair(void* stream, int slow, int from, int to, int value);  // Control's fault, when the stream gets there
 std::int64_t stand_in_counter(int which);
+std::int64_t stand_in_stream_counter(void* stream, int which);  // 0: waits that were put on it; 1: of the host for it
 // A call on the stream that takes no time on the device; more than one, if it is captured. `drop` is called in the end.
 void stand_in_enqueue(void* stream, void (*call)(void*), void (*drop)(void*), void* argument);
 void stand_in_wait(void* stream);

@@ -50,10 +50,10 @@ void hold(int device, std::int64_t bytes) {
   mine->bytes += bytes;
 }
 
-// By all processes; what a dead one had is free STAND_IN_FREED_AFTER_MS after its death was first seen.
-std::size_t in_use(int device) {
+// Calls `each` with every holder; what a dead one had is free STAND_IN_FREED_AFTER_MS after its death was first seen.
+template <typename Each>
+void for_holders(int device, Each each) {
   static const Ns late = static_cast<Ns>(setting("STAND_IN_FREED_AFTER_MS", 0) * 1e6);
-  std::int64_t sum = 0;
   for (Holder& one : control().holders[device % kMostDevices]) {
     const std::int32_t pid = one.pid;
     if (pid == 0) continue;
@@ -67,8 +67,13 @@ std::size_t in_use(int device) {
         continue;
       }
     }
-    sum += one.bytes;
+    each(pid, one.bytes.load());
   }
+}
+
+std::size_t in_use(int device) {  // by all processes
+  std::int64_t sum = 0;
+  for_holders(device, [&sum](std::int32_t, std::int64_t bytes) { sum += bytes; });
   return static_cast<std::size_t>(sum);
 }
 
@@ -129,9 +134,31 @@ void disown(void* memory) {
   held.all.erase(reinterpret_cast<std::uintptr_t>(memory));
 }
 
-void memory_info(std::size_t* available, std::size_t* total) {
+void memory_info(int device, std::size_t* available, std::size_t* total) {
   *total = capacity();
-  *available = capacity() - std::min(capacity(), in_use(current_device()));
+  *available = capacity() - std::min(capacity(), in_use(device));
 }
 
+void memory_info(std::size_t* available, std::size_t* total) { memory_info(current_device(), available, total); }
+
 }  // namespace stand_in
+
+// For the driver's library, which knows of dead processes, too. Returns how many there are, also beyond `most`.
+extern "C" unsigned stand_in_holders(unsigned device, unsigned most, unsigned* pids, unsigned long long* bytes) {
+  unsigned count = 0;
+  stand_in::for_holders(static_cast<int>(device), [&](std::int32_t pid, std::int64_t held) {
+    if (count < most) {
+      pids[count] = static_cast<unsigned>(pid);
+      bytes[count] = static_cast<unsigned long long>(held);
+    }
+    ++count;
+  });
+  return count;
+}
+
+extern "C" void stand_in_memory(unsigned device, unsigned long long* available, unsigned long long* total) {
+  std::size_t left = 0, all = 0;
+  stand_in::memory_info(static_cast<int>(device), &left, &all);
+  *available = left;
+  *total = all;
+}

@@ -44,7 +44,15 @@ Result together(const CorePointer& core) {
   return all ? kSuccess : kSystemError;
 }
 
-Result join(Comm* made, const char* id, int size, int rank) {
+// The caller's ncclConfig_t, as far as it is looked at here.
+struct Config {
+  std::size_t size;
+  unsigned magic, version;
+  int blocking;
+};
+bool blocks(const void* config) { return config == nullptr || static_cast<const Config*>(config)->blocking != 0; }
+
+Result join(Comm* made, const char* id, int size, int rank, bool blocking = true) {
   if (size < 1 || size > kMostRanks || rank < 0 || rank >= size) return kInvalidArgument;
   auto core = std::make_shared<Core>();
   core->name = name_of(id);
@@ -64,6 +72,15 @@ Result join(Comm* made, const char* id, int size, int rank) {
     t_joining.push_back(core);
     return kSuccess;
   }
+  core->joining = !blocking;
+  return blocking ? together(core) : kInProgress;
+}
+
+// Whether those that do not block are all there; asked by ncclCommGetAsyncError.
+Result look_for_the_others(const CorePointer& core) {
+  if (!core->joining) return kSuccess;
+  if (core->shared->joined < core->size) return kInProgress;
+  core->joining = false;
   return together(core);
 }
 
@@ -121,14 +138,16 @@ Result look_for_the_dead(Core& core) {
 }
 
 // STAND_IN_ABORT: "quick" returns at once; "stream" when all that was enqueued of the communicator has left the device,
-// and with it all that is enqueued before; "ranks" when all living ranks have called it, too.
+// and with it all that is enqueued before; "ranks" when all living ranks have called it, too; "never" does not return.
 Result abort_core(const CorePointer& core) {
   static const std::string how = setting("STAND_IN_ABORT") == nullptr ? "quick" : setting("STAND_IN_ABORT");
   core->aborted = true;
   core->shared->aborting[core->rank] = 1;
+  if (core->joining) unlink((kFolder + core->name).c_str());
   ring(*core->shared);
   log("abort %s %lld", core->name.c_str(), static_cast<long long>(host_now()));
   if (how == "quick") return kSuccess;
+  while (how == "never") pause();
   Point last;
   {
     const std::lock_guard<std::mutex> guard(core->lock);
@@ -166,7 +185,9 @@ Result ncclGetUniqueId(UniqueId* id) {
   return getrandom(id->internal, 16, 0) == 16 ? kSuccess : kSystemError;
 }
 Result ncclCommInitRank(Comm* made, int size, UniqueId id, int rank) { return join(made, id.internal, size, rank); }
-Result ncclCommInitRankConfig(Comm* made, int size, UniqueId id, int rank, void*) { return join(made, id.internal, size, rank); }
+Result ncclCommInitRankConfig(Comm* made, int size, UniqueId id, int rank, void* config) {
+  return join(made, id.internal, size, rank, blocks(config));
+}
 Result ncclCommInitRankScalable(Comm* made, int size, int rank, int, UniqueId* ids, void*) {
   return join(made, ids->internal, size, rank);
 }
@@ -283,6 +304,7 @@ Result ncclCommGetAsyncError(Comm comm, Result* error) {
   const CorePointer core = core_of(comm);
   if (core == nullptr) return kInvalidArgument;
   *error = look_for_the_dead(*core);
+  if (*error == kSuccess) *error = look_for_the_others(core);
   return kSuccess;
 }
 Result ncclCommCount(const Comm comm, int* size) {

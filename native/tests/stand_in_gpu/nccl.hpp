@@ -15,7 +15,8 @@ namespace stand_in {
 
 using keepstep::nccl::Result;
 using keepstep::nccl::UniqueId;
-constexpr Result kSuccess = 0, kCudaError = 1, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6;
+constexpr Result kSuccess = 0, kCudaError = 1, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError = 6,
+                 kInProgress = 7;
 constexpr std::size_t kPiece = 1 << 20;  // bytes of a rank that a collective has under way
 constexpr std::size_t kBox = 1 << 18;    // bytes of a message likewise
 
@@ -54,6 +55,7 @@ struct Core {  // a communicator, as long as anything of it is enqueued
   int rank = 0, size = 0, device = 0;
   Shared* shared = nullptr;
   std::atomic<bool> aborted{false};
+  bool joining = false;  // without blocking: not all ranks were there yet
   std::atomic<Result> error{kSuccess};
   std::uint64_t step = 0, splits = 0;  // collective pieces; splits made of it
   std::mutex lock;

@@ -75,7 +75,7 @@ bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* a
   for (int rank = 0; rank < core.size; ++rank) {
     *all_here = std::max(*all_here, shared.at[rank].load());
     *slow = std::max(*slow, shared.slow[rank].load());
-    if (shared.cut[rank] != 0) return until(core, [] { return false; });
+    if (shared.cut[rank] != 0 && !until(core, [&] { return worst(core, control().cut) == 0; })) return false;
     if (shared.what[rank] == what) continue;
     log("mismatch with rank %d of %s: nobody gets on", rank, core.name.c_str());
     return until(core, [] { return false; });

@@ -1,6 +1,7 @@
 // A stand-in for the library of NVIDIA's driver, for tests on machines without one: two GPUs that say what the test
 // writes into `cards`. Where STAND_IN_NVML names a folder, there are as many as it has files card-0, card-1 ..., and a
 // GPU says what is in its file: clock in MHz, degrees Celsius, busy percent, process, reasons to hold the clock down.
+// Beside the stand-in GPU its processes are those that have memory there, dead ones whose memory is not free among them.
 // Signatures as in nvml.h; functions that are not here are those that an old driver lacks.
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace {
 constexpr int kOk = 0, kNotSupported = 3, kInsufficientSize = 7, kTimeout = 10;
-constexpr unsigned kCards = 16;
+constexpr unsigned kCards = 16, kMostProcesses = 32;
 }  // namespace
 
 struct Card {
@@ -38,11 +39,18 @@ struct Event {
   unsigned gpu_instance, compute_instance;
 };
 
+struct MemoryInfo {
+  unsigned long long total, available, used;
+};
+
 struct Utilization {
   unsigned gpu, memory;
 };
 
 extern "C" {
+
+__attribute__((weak)) unsigned stand_in_holders(unsigned device, unsigned most, unsigned* pids, unsigned long long* bytes);
+__attribute__((weak)) void stand_in_memory(unsigned device, unsigned long long* available, unsigned long long* total);
 
 Card cards[kCards];
 int init_result = kOk;
@@ -103,11 +111,29 @@ int nvmlDeviceGetUtilizationRates(Card* card, Utilization* found) {
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(Card* card, unsigned* count, Process* found) {
+  if (stand_in_holders != nullptr) {
+    unsigned pids[kMostProcesses];
+    unsigned long long bytes[kMostProcesses];
+    const unsigned there = stand_in_holders(static_cast<unsigned>(card - cards), kMostProcesses, pids, bytes);
+    const unsigned most = *count;
+    *count = there;
+    if (there > most) return kInsufficientSize;
+    for (unsigned i = 0; i < there; ++i) found[i] = {pids[i], bytes[i], 0, 0};
+    return kOk;
+  }
+  read_card(static_cast<unsigned>(card - cards));
   const unsigned running = card->pid != 0 ? 1 : 0;
   const bool fits = *count >= running;
   *count = running;
   if (!fits) return kInsufficientSize;
   if (running != 0) found[0] = {card->pid, 0, 0, 0};
+  return kOk;
+}
+
+int nvmlDeviceGetMemoryInfo(Card* card, MemoryInfo* found) {
+  if (stand_in_memory == nullptr) return kNotSupported;
+  stand_in_memory(static_cast<unsigned>(card - cards), &found->available, &found->total);
+  found->used = found->total - found->available;
   return kOk;
 }
 

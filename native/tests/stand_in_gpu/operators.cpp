@@ -108,6 +108,12 @@ void name_generator(Stack& arguments, const c10::FunctionSchema& schema, const a
     if (schema.arguments()[i].type()->str().find("Generator") != std::string::npos) arguments[i] = generator;
 }
 
+// A host needs seconds for a product of large matrices, such as a validation's, whose values nobody reads.
+constexpr std::int64_t kMostElements = 1 << 22;
+bool is_large(const std::string& name, const Stack& arguments) {
+  return (name == "aten::mm" || name == "aten::_scaled_mm") && arguments[0].toTensor().numel() > kMostElements;
+}
+
 bool touches_host(const Stack& arguments) {
   for (const IValue& one : arguments)
     if (one.isTensor() && one.toTensor().defined() && !one.toTensor().is_cuda() && one.toTensor().dim() > 0) return true;
@@ -120,7 +126,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack)
   const auto original = originals().find(key_of(op.operator_name()));
   const std::size_t count = schema.arguments().size();
   Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
-  if (t_inside || (name == "aten::copy_" && touches_host(arguments))) return original->second.callBoxed(op, keys, stack);
+  if (t_inside || is_large(name, arguments) || (name == "aten::copy_" && touches_host(arguments))) return original->second.callBoxed(op, keys, stack);
   void* stream = at::cuda::getCurrentCUDAStream().stream();
   const at::Generator generator = generator_for(arguments, schema);
   const auto hosted = [&](const Stack& values) {

@@ -116,7 +116,9 @@ def flatten(
         offset = -(-(offset + span.nbytes) // ALIGNMENT) * ALIGNMENT
     tensors = tuple(
         msgspec.structs.replace(
-            entry, offset=entry.offset - spans[entry.storage].start // ITEM_BYTES[entry.dtype]
+            # Of a tensor without elements it is 0 already.
+            entry,
+            offset=max(0, entry.offset - spans[entry.storage].start // ITEM_BYTES[entry.dtype]),
         )
         for entry in taken.tensors
     )

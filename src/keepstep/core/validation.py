@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Topology = Literal["ring", "tree"]
+Transport = Literal["tcp", "nccl"]
+"""How a link was tested: between the hosts, or between the devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,17 @@ class DeviceFigure:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigure:
-    """Best speed of messages of one size over one link, as the receiver measured it."""
+    """Best speed of messages of one size over one link, as the receiver measured it.
+
+    0: both ends were at it, and nothing came (between devices only; otherwise such a link has no figure).
+    """
 
     source: int
     target: int
     topology: Topology
     nbytes: int
     bytes_per_s: float
+    transport: Transport = "tcp"
 
 
 @dataclass(frozen=True, slots=True)

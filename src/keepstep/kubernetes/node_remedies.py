@@ -202,7 +202,8 @@ def _proven(told: Sequence[FaultyNode], most: int, cluster: Cluster) -> Iterator
             continue  # many at once are the network's doing, and exclude nobody
         for one in own:
             node = cluster.nodes.get(one.node)
-            is_another = node is not None and node.metadata.created_unix_s > one.unix_s  # of the same name
+            # A node made later is another one of the same name.
+            is_another = node is not None and node.metadata.created_unix_s > one.unix_s
             if not is_another and (one.kind != "lost" or _is_lost(one.node, cluster.nodes)):
                 yield one
 

@@ -32,7 +32,7 @@ from keepstep.kubernetes.cluster_api import (
     code_of,
     told_by,
 )
-from keepstep.kubernetes.hearing import Interview
+from keepstep.kubernetes.job_interview import Interview
 from keepstep.kubernetes.job_plan import Seen, reconcile
 from keepstep.kubernetes.lease_election import LEASE_S, Election
 from keepstep.kubernetes.mirror import Mirror

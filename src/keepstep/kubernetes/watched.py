@@ -143,7 +143,7 @@ def notes_on(nodes: Mapping[str, Node], unix_s: float) -> dict[str, list[Noted]]
         try:
             noted = msgspec.json.decode(text, type=list[Noted])
         except msgspec.MsgspecError:
-            continue  # it is written anew once there is something to note
+            continue  # an unreadable note is written anew once there is something to note
         found[name] = [_aged(one, unix_s) for one in noted if one.fault.node == name]
     return found
 

@@ -231,7 +231,7 @@ async def _part(parts: Parts, outcome: Outcome) -> None:
     """Wait for what is on its way to storage, say that this node has ended, and wait for the other nodes."""
     course = parts.course
     course.has_parted = True
-    await _wait_for_storage(parts, outcome)
+    await wait_for_storage(parts, outcome)
     until_s = time.monotonic() + parts.run.job.linger_s
     if outcome.kind == "failed" and course.place is not None and not course.signalled:
         await _until_killed(parts, [parts.controller.begun()], parts.run.job.linger_s)
@@ -243,7 +243,7 @@ async def _part(parts: Parts, outcome: Outcome) -> None:
         await _wait_for_others(parts, outcome, until_s)
 
 
-async def _wait_for_storage(parts: Parts, outcome: Outcome) -> None:
+async def wait_for_storage(parts: Parts, outcome: Outcome) -> None:
     """Keep the cache, which ends with this process, until what was to be on storage is there."""
     run, course, persisting = parts.run, parts.course, parts.run.job.persisting
     if persisting is None:
@@ -259,7 +259,10 @@ async def _wait_for_storage(parts: Parts, outcome: Outcome) -> None:
     def in_vain() -> bool:
         over = course.job_over.is_set() and not course.stopped_by_hand
         interrupted = course.kill_now.is_set() or over or course.signalled is not None
-        return interrupted or not parts.watching.is_steady
+        # Where another run has begun, the node that would make a step whole is not in this one any more, perhaps, and
+        # the other run waits for this node.
+        succeeded = course.link is not None and bool(course.link.stranger)
+        return interrupted or succeeded or not parts.watching.is_steady
 
     alone = course.place is not None and course.place.node_count == 1
     # Nodes of a job that failed may have different newest steps, none of which would become whole.

@@ -42,10 +42,12 @@ from keepstep.launch.controller_orders import Orders
 from keepstep.launch.course import Course, EndedEarly, Outcome, Parts
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.agent_process import Watching
+from keepstep.launch.node.checks import Found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, alike, versions
 from keepstep.launch.schedulers.kubernetes import is_pod
 from keepstep.launch.workers import root_cause
+from keepstep.launch.workers.gpu_memory import PATIENCE_S, as_text
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers
 from keepstep.launch.workers.processes import Processes
@@ -188,7 +190,9 @@ class Launcher:
             if (following.world_size, following.first_rank) != (place.world_size, place.first_rank):
                 await self._watching.renewed()
                 if following.world_size != place.world_size and crew.restarts.survivors:
+                    crew.restarts.gpu_memory.open()
                     await crew.restarts.survivors.dismiss()
+                    await self._memory_freed()
                 self._caching.move(place, following)
             place = following
             if workers.failures:
@@ -224,14 +228,29 @@ class Launcher:
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
         course = self._course
         begins_fresh = course.link and course.link.member.begins_fresh
+        if may_follow(self._parts, outcome, place):
+            self._crew.restarts.gpu_memory.open()
         if outcome.kind in ("failed", "halted"):
-            await workers.leaving(lambda: bool(course.signalled) or course.job_over.is_set())
+            await workers.leaving(self._is_over)
         if may_follow(self._parts, outcome, place) and not begins_fresh:
             workers.call_survivors()
+        node = self._run.job.node
         for child in await self._crew.end(outcome.number, course.kill_now):
-            self._run.warn(f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed")
+            stuck = f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed"
+            self._checks.note(Found(f"node {node}: {stuck}; restart the node", unfit=True))
         await sweep(self._parts)
         await self._crew.shown()
+        await self._memory_freed()
+
+    async def _memory_freed(self) -> None:
+        """Wait until the workers that begin next find the GPUs' memory free."""
+        if held := await self._crew.restarts.gpu_memory.freed(self._is_over):
+            late = f"{as_text(held)} is not free after {PATIENCE_S:g} s; end what keeps it, or reset the GPU"
+            text = f"node {self._run.job.node}: {late}"
+            self._checks.note(Found(text, unfit=any(one.is_missed for one in held)))
+
+    def _is_over(self) -> bool:
+        return bool(self._course.signalled) or self._course.job_over.is_set()
 
     def _describe(self) -> None:
         controller = self._controller

@@ -34,14 +34,9 @@ class DeviceGate:
             self.stands = self._shim.keepstep_gate_put(internals.CURRENT_STREAM(internals.CURRENT_DEVICE()))
 
     def close(self) -> None:
-        """Have no optimizer step run on the device until `open`, or until `hold` was not called for a second."""
+        """Have no optimizer step run on the device until `open`, or for a second."""
         if self.stands:
             self._shim.keepstep_gate_close()
-
-    def hold(self) -> None:
-        """Keep it closed for another second."""
-        if self.stands:
-            self._shim.keepstep_gate_hold()
 
     def open(self) -> None:
         """Let all go on that waits. What it computes is spoilt: no snapshot of it is sealed."""

@@ -44,6 +44,7 @@ T = TypeVar("T")
 SIGNAL = signal.SIGRTMAX - 3
 _FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
 _UNWINDING_S = 0.5  # seconds in which code that handles a `Left` gets no other one
+_ABORT_S = 0.3  # longest time for which the gate stays closed
 _ORDER_PATIENCE_S = 30.0
 """Seconds that a worker which lost a peer waits to be told to leave, because the peer may die slowly."""
 
@@ -164,15 +165,13 @@ class Staying:
     def _leave(self) -> None:
         self._over.set()
         again_s = _FIRST_AGAIN_S
-        aborting = self._abort()
+        # An abort may wait for what is enqueued behind the gate; NCCL knows of it by then, so that all is spoilt.
+        aborting, until_s = self._abort(), time.monotonic() + _ABORT_S
         while not (self._out.is_set() or self._ended):
             _group_sockets.OURS.shut()
-            if aborting is not None:
-                if aborting.is_alive():
-                    self._gate.hold()
-                else:
-                    self._gate.open()
-                    aborting = None
+            if aborting is not None and (not aborting.is_alive() or time.monotonic() > until_s):
+                self._gate.open()
+                aborting = None
             if self._inside:
                 signal.pthread_kill(self._thread, SIGNAL)
             self._out.wait(again_s)

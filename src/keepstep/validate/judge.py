@@ -6,13 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, SlowDevice, SlowLink, Validation
+from keepstep.core.validation import (
+    DeviceFigure,
+    LinkFigure,
+    RankFigures,
+    SlowDevice,
+    SlowLink,
+    Transport,
+    Validation,
+)
 
 SLOW_SHARE = 0.8  # part of the peers' median below which a figure is slow: a drop by 20 % makes a suspect
 # For links inside a node the bar is lower: their speed also depends on the cores that their ends happen to get.
 _INSIDE_SHARE = 0.5
+_MOST_SLOW = (
+    1 / 3
+)  # part of links between devices that may be slow; else some go another way (NVLink and PCIe)
 _SPREADS = 3.5  # standard deviations by which a slow figure must also lie below the median
 _MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard deviation
+_TRANSPORTS: tuple[Transport, ...] = ("nccl", "tcp")
 _MUCH_TAKEN = 0.3  # part of the test by which a core was taken longer than its neighbours' to be mentioned
 
 
@@ -24,7 +36,8 @@ def judge(
 ) -> Validation:
     """The outcome of tests of ``ranks``; ``figures`` may be incomplete. ``nodes``: node name by rank.
 
-    Devices are compared by test, links with links of their kind (inside a node, between nodes).
+    Devices are compared by test, links with links of their kind (inside a node, between nodes; how they were tested).
+    A link over which nothing came is slow whatever the others are.
     """
     devices: dict[int, SlowDevice] = {}
     for test in dict.fromkeys(one.test for figure in figures for one in figure.devices):
@@ -35,19 +48,7 @@ def judge(
                 devices[rank] = SlowDevice(one, middle, one.value / middle)
     # A rank that gets too little of the processor to send and receive has slow links for that reason.
     starved = {rank for rank, slow in devices.items() if cause_of(slow) == "cpu quota"}
-    links: list[SlowLink] = []
-    speeds = {pair: speed for pair, speed in link_speeds(figures).items() if not starved.intersection(pair)}
-    for inside in (True, False):
-        kind = {
-            pair: speed
-            for pair, speed in speeds.items()
-            if (nodes.get(pair[0]) == nodes.get(pair[1])) is inside
-        }
-        middle, bar = _bar(list(kind.values()))
-        bar = min(bar, _INSIDE_SHARE * middle) if inside else bar
-        links += [
-            SlowLink(*pair, speed, middle, speed / middle) for pair, speed in kind.items() if speed < bar
-        ]
+    links, unlike = _slow_links(figures, nodes, starved)
     reported = {one.rank for one in figures}
     silent = [f"figures of rank {rank}: they did not come in time" for rank in ranks if rank not in reported]
     told = [f"rank {one.rank}: {text}" for one in figures for text in one.missing]
@@ -55,10 +56,40 @@ def judge(
         ranks=tuple(ranks),
         figures=tuple(replace(one, missing=()) for one in figures),
         devices=tuple(sorted(devices.values(), key=lambda slow: slow.share)),
-        links=tuple(sorted(links, key=lambda slow: slow.share)),
-        missing=(*silent, *told, *_taken(figures, nodes)),
+        links=tuple(sorted(links, key=lambda slow: (slow.share, slow.source, slow.target))),
+        missing=(*silent, *told, *unlike, *_taken(figures, nodes)),
         held_s=held_s,
     )
+
+
+def _slow_links(
+    figures: Sequence[RankFigures], nodes: Mapping[int, str], starved: set[int]
+) -> tuple[list[SlowLink], list[str]]:
+    """Links that are slow beside those of their kind, but not those of ``starved`` ranks; lines on kinds not judged."""
+    links: list[SlowLink] = []
+    unlike: list[str] = []
+    speeds = {pair: speed for pair, speed in link_speeds(figures).items() if not starved.intersection(pair)}
+    transports = link_transports(figures)
+    for inside, transport in ((inside, transport) for inside in (True, False) for transport in _TRANSPORTS):
+        kind = {
+            pair: speed
+            for pair, speed in speeds.items()
+            if (nodes.get(pair[0]) == nodes.get(pair[1])) is inside and transports[pair] == transport
+        }
+        middle, bar = _bar(list(kind.values()))
+        bar = min(bar, _INSIDE_SHARE * middle) if inside and transport == "tcp" else bar
+        below = [pair for pair, speed in kind.items() if 0 < speed < bar]
+        if transport == "nccl" and len(below) > max(1, len(kind) * _MOST_SLOW):
+            where = "inside nodes" if inside else "between nodes"
+            unlike.append(
+                f"links {where}: they are of several kinds, {len(below)} of {len(kind)} much slower"
+            )
+            below = []
+        dead = [pair for pair, speed in kind.items() if speed == 0]
+        for pair in (*below, *dead):
+            share = kind[pair] / middle if middle else 0.0
+            links.append(SlowLink(*pair, kind[pair], middle, share))
+    return links, unlike
 
 
 def cause_of(slow: SlowDevice) -> str:
@@ -70,25 +101,35 @@ def cause_of(slow: SlowDevice) -> str:
 def best_of(rounds: Sequence[RankFigures]) -> RankFigures:
     """The best figures of one rank over several rounds of the same tests: neighbours may disturb it in some rounds."""
     devices: dict[str, DeviceFigure] = {}
-    links: dict[tuple[int, int, str, int], LinkFigure] = {}
+    links: dict[tuple[int, int, str, int, str], LinkFigure] = {}
     for one in rounds:
         for device in one.devices:
             if device.test not in devices or device.value > devices[device.test].value:
                 devices[device.test] = device
         for link in one.links:
-            key = link.source, link.target, link.topology, link.nbytes
+            key = link.source, link.target, link.topology, link.nbytes, link.transport
             if key not in links or link.bytes_per_s > links[key].bytes_per_s:
                 links[key] = link
     missing = min((one.missing for one in rounds), key=len)
     return RankFigures(rounds[0].rank, tuple(devices.values()), tuple(links.values()), missing)
 
 
+def link_transports(figures: Sequence[RankFigures]) -> dict[tuple[int, int], Transport]:
+    """How every link, by (source, target), was tested: between the devices, if it ever was, or over TCP."""
+    found: dict[tuple[int, int], Transport] = {}
+    for one in (one for figure in figures for one in figure.links):
+        if found.get((one.source, one.target)) != "nccl":
+            found[one.source, one.target] = one.transport
+    return found
+
+
 def link_speeds(figures: Sequence[RankFigures]) -> dict[tuple[int, int], float]:
-    """The best speed of every link over all messages, bytes per second, by (source, target)."""
+    """The best speed of every link over all messages of its transport, bytes per second, by (source, target)."""
+    transports = link_transports(figures)
     speeds: dict[tuple[int, int], float] = {}
-    for figure in figures:
-        for one in figure.links:
-            pair = one.source, one.target
+    for one in (one for figure in figures for one in figure.links):
+        pair = one.source, one.target
+        if one.transport == transports[pair]:
             speeds[pair] = max(speeds.get(pair, 0.0), one.bytes_per_s)
     return speeds
 

@@ -120,6 +120,13 @@ def test_expanded_empty_and_single_tensors_keep_shape_and_size() -> None:
     assert back[2] == 5
 
 
+def test_an_empty_view_of_a_storage_of_which_only_the_end_is_kept() -> None:
+    whole = torch.arange(1000.0)
+    back = there_and_back([whole[:0].view(0, 3), whole[900:], whole[950:950]])
+    assert [tuple(tensor.shape) for tensor in back] == [(0, 3), (100,), (0,)]
+    assert torch.equal(back[1], whole[900:])
+
+
 def test_lazily_conjugated_tensors_are_kept_as_they_read() -> None:
     tensor = torch.randn(5, dtype=torch.complex64)
     back = there_and_back([tensor.conj(), tensor.conj().imag])

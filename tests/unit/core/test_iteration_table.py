@@ -54,7 +54,10 @@ def test_messages_of_several_nodes_become_one_table():
     sent = [msgspec.msgpack.encode(Profile(1, node, (), packed=pack(rows)))
             for node, rows in enumerate((ROWS[:3], [], ROWS[3:]))]  # fmt: skip
     answers = [msgspec.msgpack.decode(one, type=AgentMessage) for one in sent]
-    assert list(unpack([answer.packed for answer in answers])) == ROWS
+    assert (
+        list(unpack([answer.packed for answer in answers if isinstance(answer, Profile) and answer.packed]))
+        == ROWS
+    )
 
 
 def test_what_does_not_fit_together_is_left_out():

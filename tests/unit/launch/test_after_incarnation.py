@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from tests.unit.launch.command.test_job import job
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.core.budgets import LEFT_EARLY, Cause, Refusal
-from keepstep.launch.after_incarnation import after, after_all_nodes, tell_found
+from keepstep.launch.after_incarnation import after, after_all_nodes, tell_found, wait_for_storage
+from keepstep.launch.command.persisting import Persisting
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import Course, Outcome
 from keepstep.launch.workers.root_cause import Failure
@@ -219,5 +221,28 @@ def test_a_signal_while_workers_are_halted_for_the_next_incarnation_ends_the_job
         ended = await after_all_nodes(parts, lambda: None, halted, PLACE)
         assert isinstance(ended, Outcome)
         assert (ended.kind, ended.code) == ("signal", 143)
+
+    asyncio.run(main())
+
+
+def test_nobody_waits_for_storage_in_a_run_that_another_has_succeeded(tmp_path: Path) -> None:
+    """The node that would make the step whole is gone, and the new run waits for this one."""
+
+    async def main() -> None:
+        node, waits_in_vain = Node(tmp_path), list[bool]()
+
+        async def stored(wait_s: float, in_vain: Callable[[], bool], *, last: bool) -> str:
+            waits_in_vain.append(in_vain())
+            return ""
+
+        stored_at = Persisting(str(tmp_path), None, 2, 600.0, 1.0)
+        node.parts.run.job = replace(node.run.job, persisting=stored_at)
+        node.parts.caching = SimpleNamespace(stored=stored)
+        node.parts.watching.is_steady = True
+        node.course.place = PLACE
+        for stranger in ("", "another run has begun"):
+            node.course.link = SimpleNamespace(stranger=stranger)  # type: ignore[assignment]
+            await wait_for_storage(node.parts, FAILED)
+        assert waits_in_vain == [False, True]
 
     asyncio.run(main())

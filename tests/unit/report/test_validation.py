@@ -28,7 +28,7 @@ def figures(slow_rank: int = -1, slow_link: tuple[int, int] = (-1, -1)) -> list[
 
 def test_alike() -> None:
     outcome = judge(range(4), figures(), NODES, held_s=1.23)
-    assert in_a_line(outcome) == "validation (ranks 0-3 held 1.2 s): 4 devices and 4 links are alike"
+    assert in_a_line(outcome) == "validation (ranks 0-3 held 1.2 s): 4 devices and 4 links over TCP are alike"
     assert "slow" not in table(outcome, NODES)
 
 
@@ -41,9 +41,21 @@ def test_who_stands_out_comes_first_and_is_marked() -> None:
     )
     lines = table(outcome, NODES).splitlines()
     assert lines[3].split() == ["2", "gpu-1", "bf16", "300", "TFLOP/s", "slow"]
-    assert lines[9].split() == ["1", "→", "2", "gpu-0", "→", "gpu-1", "200.0", "slow"]
+    assert lines[9].split() == ["1", "→", "2", "gpu-0", "→", "gpu-1", "TCP", "200.0", "slow"]
     assert sum(line.endswith("slow") for line in lines) == 2
     assert lines[-1] == "missing: figures of rank 9: none"
+
+
+def test_a_link_over_which_nothing_came_is_told_as_such() -> None:
+    found = [
+        replace(one, links=tuple(replace(link, transport="nccl") for link in one.links)) for one in figures()
+    ]
+    dead = replace(found[2], links=tuple(replace(link, bytes_per_s=0.0) for link in found[2].links))
+    outcome = judge(range(4), [*found[:2], dead, found[3]], dict.fromkeys(range(4), "gpu-0"), held_s=1.23)
+    assert in_a_line(outcome) == (
+        "validation (ranks 0-3 held 1.2 s): link 1 → 2 nothing came, 1000 MB/s over the others"
+    )
+    assert "NCCL  0.0         slow" in table(outcome, NODES)
 
 
 def test_long_tables_are_cut() -> None:

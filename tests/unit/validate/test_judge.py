@@ -6,17 +6,18 @@ import random
 
 import pytest
 
-from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures
-from keepstep.validate.judge import best_of, cause_of, judge
+from keepstep.core.validation import DeviceFigure, LinkFigure, RankFigures, Transport
+from keepstep.validate.judge import best_of, cause_of, judge, link_speeds, link_transports
 
 
 def devices(values: dict[int, float], test: str = "fp32") -> list[RankFigures]:
     return [RankFigures(rank, (DeviceFigure(rank, test, value),)) for rank, value in values.items()]
 
 
-def links(speeds: dict[tuple[int, int], float]) -> list[RankFigures]:
+def links(speeds: dict[tuple[int, int], float], transport: Transport = "tcp") -> list[RankFigures]:
     return [
-        RankFigures(b, links=(LinkFigure(a, b, "ring", 1 << 20, speed),)) for (a, b), speed in speeds.items()
+        RankFigures(b, links=(LinkFigure(a, b, "ring", 1 << 20, speed, transport),))
+        for (a, b), speed in speeds.items()
     ]
 
 
@@ -51,6 +52,44 @@ def test_links_are_compared_with_links_of_their_kind() -> None:
     speeds = {(0, 1): 9e9, (2, 3): 9e9, (1, 2): 1e9, (3, 0): 0.2e9}
     (slow,) = judge(range(4), links(speeds), nodes).links
     assert (slow.source, slow.target, slow.median) == (3, 0, 1e9)
+
+
+RING = {(0, 1): 1e9, (1, 2): 1e9, (2, 3): 1e9, (3, 0): 1e9}
+
+
+def named(speeds: dict[tuple[int, int], float], nodes: str = "aaaa") -> list[tuple[int, int]]:
+    found = judge(range(4), links(speeds, "nccl"), dict(enumerate(nodes)))
+    return [(one.source, one.target) for one in found.links]
+
+
+def test_a_link_between_devices_of_a_node_is_slow_below_four_fifths() -> None:
+    assert named({**RING, (2, 3): 0.85e9}) == []
+    assert named({**RING, (2, 3): 0.75e9}) == [(2, 3)]
+
+
+def test_links_between_devices_that_go_several_ways_accuse_nobody() -> None:
+    """GPUs 0 and 1, and 2 and 3, have NVLink; what goes between these pairs goes over PCIe."""
+    for count in (1, 2, 3):
+        slow = dict.fromkeys(list(RING)[:count], 0.3e9)
+        outcome = judge(range(4), links({**RING, **slow}, "nccl"), dict.fromkeys(range(4), "a"))
+        assert len(outcome.links) == (1 if count == 1 else 0)
+        assert outcome.missing == (
+            ("links inside nodes: they are of several kinds, 2 of 4 much slower",) if count == 2 else ()
+        )
+
+
+def test_a_link_over_which_nothing_came_is_named_whatever_the_others_are() -> None:
+    for speeds in ({(0, 1): 0.0}, {**RING, (1, 2): 0.0}, {**RING, (1, 2): 0.0, (0, 1): 0.3e9, (3, 0): 0.3e9}):
+        assert named(speeds)[0] == next(pair for pair, speed in speeds.items() if speed == 0)
+    assert judge(range(2), links({(0, 1): 0.0}, "nccl"), {}).links[0].share == 0
+
+
+def test_links_over_tcp_are_no_measure_for_those_between_devices() -> None:
+    figures = [*links({(0, 1): 50e9, (1, 2): 50e9}, "nccl"), *links({(2, 3): 1e9})]
+    assert judge(range(4), figures, {}).links == ()
+    again = [*links({(2, 3): 49e9}, "nccl"), *figures]
+    assert link_speeds(again)[2, 3] == 49e9
+    assert link_transports(again) == dict.fromkeys([(0, 1), (1, 2), (2, 3)], "nccl")
 
 
 @pytest.mark.parametrize(("nodes", "share", "named"), [("aaaa", 0.7, 0), ("aaaa", 0.4, 1), ("abcd", 0.7, 1)])

@@ -152,6 +152,9 @@ class Filling:
                 f"{path}: the snapshot has {entry.dtype} of {entry.shape}, the state {local.dtype} of "
                 f"{tuple(local.shape)}"
             )
+        steps = zip(entry.shape, local.stride(), entry.stride, strict=True)
+        if any(count > 1 and not own and saved for count, own, saved in steps):
+            raise CheckpointError(f"{path}: the state's elements share memory, those of the snapshot do not")
         self._into(entry, local)
         return target
 
@@ -167,6 +170,11 @@ class Filling:
         shape = torch.Size(shard.global_shape)
         stride = torch.empty(shape, device="meta").stride()
         placements = [placement_of(word) for word in shard.placements]
+        if (
+            mesh.device_type != local.device.type
+        ):  # else `from_local` would take the bytes along, which are yet to come
+            host, local = local, torch.empty_like(local, device=mesh.device_type)
+            self._after.append(lambda: _copy_into(local, host))
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _find_meshes(self, value: Any) -> None:
@@ -241,6 +249,9 @@ class Filling:
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    for dimension, step in enumerate(target.stride()):
+        if step == 0 and target.shape[dimension] > 1:  # expanded: every element is there once
+            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
     with torch.no_grad():
         target.copy_(source)
 

@@ -39,7 +39,8 @@ def measured_culprits(
         ends = (slow.source, slow.target)
         link = Link(ends, (nodes.get(ends[0], ""), nodes.get(ends[1], "")))
         sure = "high" if frozenset(ends) in pairs else "medium"
-        found.append(Culprit(None, link, "", "transfer", 1 / slow.share, sure, "network", of_link(slow)))
+        slower = 1 / slow.share if slow.share else 0.0  # nothing came over it
+        found.append(Culprit(None, link, "", "transfer", slower, sure, "network", of_link(slow)))
     return tuple(found)
 
 

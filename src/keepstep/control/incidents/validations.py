@@ -326,6 +326,11 @@ def _is_proven(slow: SlowDevice) -> bool:
 
 
 def _is_sane(figures: RankFigures) -> bool:
-    values = [one.value for one in figures.devices] + [one.bytes_per_s for one in figures.links]
+    values = [one.value for one in figures.devices]
+    speeds = [one.bytes_per_s for one in figures.links]
     shares = [share for one in figures.devices for share in (one.limited, one.taken)]
-    return all(math.isfinite(value) and value > 0 for value in values) and all(0 <= s <= 1 for s in shares)
+    return (
+        all(math.isfinite(value) and value > 0 for value in values)
+        and all(math.isfinite(speed) and speed >= 0 for speed in speeds)
+        and all(0 <= share <= 1 for share in shares)
+    )

@@ -194,7 +194,8 @@ class Link:
     async def next_place(self) -> Place | None:
         """Wait for the place in the next incarnation; None when the controller stays away, or is another run's."""
         while (place := self._taken()) is None:
-            is_succeeded = self.stranger and self.member.elector is None
+            elector = self.member.elector
+            is_succeeded = self.stranger and (elector is None or not elector.can_elect)
             if self.member.away_s(now_s()) > PATIENCE_S or (
                 is_succeeded and now_s() - self._stranger_since_s > _ANEW_S
             ):

@@ -62,6 +62,17 @@ class Elector:
         return council
 
     @property
+    def can_elect(self) -> bool:
+        """Whether a quorum is left when the leader of the newest council is lost."""
+        council = self.council
+        if council is None:
+            return False
+        others = {seat.token for seat in (*council.seats, *council.former)} - {council.leader.token}
+        return is_quorum(
+            [seat.token for seat in council.seats], [seat.token for seat in council.former], others
+        )
+
+    @property
     def has_seat(self) -> bool:
         """Whether it has a seat in the newest council, or in the one before while that may still act."""
         council = self.council

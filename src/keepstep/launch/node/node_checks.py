@@ -99,6 +99,7 @@ class NodeChecks:
         self._folders = (run.folder, Path(storage)) if storage and "://" not in storage else (run.folder,)
         self._began_s = 0.0  # when this incarnation began; CLOCK_MONOTONIC
         self._running: asyncio.Future[tuple[Found, ...]] | None = None
+        self._noted: list[Found] = []  # what the launcher has found itself since this incarnation began
         self.found: tuple[str, ...] = ()  # lines about what was found before the start
 
     def before_start(self) -> None:
@@ -123,7 +124,7 @@ class NodeChecks:
 
     def began(self) -> None:
         """Note that workers have been started, so that older errors do not count."""
-        self._began_s, self._running = time.monotonic(), None
+        self._began_s, self._running, self._noted = time.monotonic(), None, []
 
     def failed(self) -> None:
         """Begin to check the node in the background, because a worker has failed."""
@@ -131,6 +132,12 @@ class NodeChecks:
             job, log = self._job, self._job.kernel_log
             subject = Subject(self._run.job.node, job.nproc, self._folders, 0, self._began_s, kernel_log=log)
             self._running = asyncio.get_running_loop().run_in_executor(None, run, subject)
+
+    def note(self, found: Found) -> None:
+        """Warn of something that the launcher has found at the end of its workers; it counts as if a check had."""
+        self._warn(found.text)
+        if self._job.check:
+            self._noted.append(found)
 
     async def about(self, error: str) -> None:
         """Wait for the check, half a second at most, where a rank's error is about hardware; else not at all."""
@@ -141,7 +148,7 @@ class NodeChecks:
         """Why workers should not begin again on this node, as far as the checks have found out by now."""
         for one in self._results:
             self._warn(one.text)
-        return "; ".join(one.text for one in self._results if one.unfit)
+        return "; ".join(one.text for one in (*self._results, *self._noted) if one.unfit)
 
     @property
     def is_broken(self) -> bool:

@@ -23,6 +23,7 @@ from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, OURS, Place
 from keepstep.launch.node.waiting_program import Waiting
+from keepstep.launch.workers.gpu_memory import PATIENCE_S
 from keepstep.launch.workers.guard import signal_group
 from keepstep.launch.workers.processes import Child, Processes, end_group, give_priority
 
@@ -33,7 +34,8 @@ FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 10.0
 TRIES = 8
 CANNOT_START = 2  # exit code of a program that would fail in the same way when tried again
-HALT_MARGIN_S = 30.0  # beyond --shutdown-timeout, to kill workers and end what they leave behind
+# Beyond --shutdown-timeout, to kill workers, end what they leave behind, and have their GPUs' memory free.
+HALT_MARGIN_S = 30.0 + PATIENCE_S
 _PROGRAM_WORDS = 3  # words of a command before its arguments: Python, -m, the module
 STEADY_S = 60.0  # a program that lived this long is given all its tries again
 

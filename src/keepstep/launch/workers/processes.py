@@ -65,6 +65,7 @@ class Processes:
         self._descriptors = descriptors
         self._children: dict[int, Child] = {}
         self._on_exit: dict[int, Callable[[Child], None]] = {}
+        self.gone: dict[int, str] = {}  # processes that were reaped, with the names of children
         # Of this launcher and its children, also those that have ended: others are of processes that called setsid.
         self.sessions = {os.getsid(0)}
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -117,6 +118,7 @@ class Processes:
             ) from None
         child = Child(name, popen.pid, time.monotonic(), stdout=popen.stdout, _popen=popen)
         self._children[child.pid] = child
+        self.gone.pop(child.pid, None)
         self.sessions.add(child.pid)
         self._on_exit[child.pid] = on_exit
         self.guard.add(child.pid, at_once=not saves)
@@ -149,6 +151,7 @@ class Processes:
                 self.guard.start()
                 continue
             child = self._children.pop(pid, None)
+            self.gone[pid] = child.name if child else ""
             if child is None:
                 unknown.append(pid)
                 continue

@@ -12,6 +12,7 @@ from keepstep.core.steady_time import monotonic_s, steady_unix_s
 from keepstep.detect.error_kind import kind_of
 from keepstep.launch.command.placement import OURS, Place, WorkerPlan
 from keepstep.launch.local_run import LocalRun
+from keepstep.launch.workers.gpu_memory import GpuMemory
 from keepstep.launch.workers.processes import Child
 from keepstep.launch.workers.recovery_times import Milestones, Restart
 from keepstep.launch.workers.root_cause import Failure
@@ -47,6 +48,7 @@ class Restarts:
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
         self.standbys = Standbys(run, job.standbys, environ)
+        self.gpu_memory = GpuMemory(run)
         in_place = job.in_place and job.max_restarts > 0
         if in_place and job.master_port and job.rendezvous.endpoint is None:
             in_place = False
@@ -100,9 +102,9 @@ class Restarts:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Processes that wait to play a rank."""
-        standbys = self.standbys.pids
-        return standbys | self.survivors.pids if self.survivors else standbys
+        """Processes that wait to play a rank, and what else is kept for a restart."""
+        own = self.standbys.pids | self.gpu_memory.pids
+        return own | self.survivors.pids if self.survivors else own
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """Note that all workers have ended because of ``failure``, and that ``incarnation`` begins."""
@@ -153,6 +155,7 @@ class Restarts:
             self._milestones.close()
             self._milestones = None
         self.standbys.end()
+        self.gpu_memory.close()
         if self.survivors:
             self.survivors.end()
 

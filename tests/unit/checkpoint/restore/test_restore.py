@@ -61,6 +61,18 @@ def test_tensors_are_filled_where_they_are_whatever_their_strides() -> None:
         assert torch.equal(state[name], tensor)
 
 
+def test_expanded_tensors_are_filled_once_and_never_with_what_they_cannot_hold() -> None:
+    saved = {"a": torch.tensor([3.0]).expand(4), "b": torch.arange(3.0).view(3, 1).expand(3, 5)}
+    state = {"a": torch.zeros(1).expand(4), "b": torch.zeros(3, 1).expand(3, 5)}
+    restore(saved, state)
+    assert state["a"].tolist() == [3.0] * 4
+    assert state["b"].tolist() == [[0.0] * 5, [1.0] * 5, [2.0] * 5]
+    with pytest.raises(
+        CheckpointError, match="a: the state's elements share memory, those of the snapshot do not"
+    ):
+        restore({"a": torch.arange(4.0)}, {"a": torch.zeros(1).expand(4)})
+
+
 def test_what_the_state_has_no_tensor_for_comes_in_memory_of_its_own_and_shares_it() -> None:
     base = torch.arange(10.0)
     header, slot = sealed({"a": base[2:], "b": base[:5], "n": np.arange(3), "s": {1, 2}})

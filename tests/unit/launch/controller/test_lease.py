@@ -40,6 +40,14 @@ def test_the_first_leader_is_elected_by_nobody_and_renews() -> None:
     assert not found[0].may_act(0.2 + TTL_S)
 
 
+def test_of_two_nodes_the_one_that_is_left_elects_nobody() -> None:
+    one = electors()[1]
+    assert one.can_elect
+    one.received(wire.Council(1, 2, SEATS[0], 0, SEATS[:2], SEATS), 1.0)
+    one.received(wire.Council(1, 3, SEATS[0], 0, SEATS[:2]), 2.0)
+    assert not one.can_elect
+
+
 def test_nobody_stands_while_a_lease_runs_or_the_controller_is_there() -> None:
     found = electors()
     assert found[1].tick(TTL_S - 0.1, connected=False) == []

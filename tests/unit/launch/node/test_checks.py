@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.launch.node import node_checks
 from keepstep.launch.node.checks import Found, Subject, kernel_log, resources
@@ -144,3 +145,13 @@ def test_a_check_that_hangs_or_fails_holds_nobody_up() -> None:
 
 def test_all_of_them_run_here(tmp_path: Path) -> None:
     assert not any("check" in one.text for one in node_checks.run(subject(tmp_path), patience_s=60.0))
+
+
+def test_what_the_launcher_finds_counts_until_workers_begin_again(tmp_path: Path) -> None:
+    told = ToldRun(tmp_path, children=False)
+    found = node_checks.NodeChecks(told)
+    found.note(Found("a worker is stuck", unfit=True))
+    found.note(Found("slow", unfit=False))
+    assert (found.unfit(), told.said) == ("a worker is stuck", ["a worker is stuck", "slow"])
+    found.began()
+    assert found.unfit() == ""

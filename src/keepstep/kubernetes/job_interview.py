@@ -31,7 +31,8 @@ class Interview:
         self._clock = clock
         self._asked = Asked()
         self._launch: tuple[str, Launch] = ("", Launch(""))  # the first pod's, by its uid
-        self._name, self._data = "", None  # of the job's Secret
+        # Name and content of the Secret that the job has.
+        self._name, self._data = "", None
         self._data_s = float("-inf")
         self._secret = b""
 

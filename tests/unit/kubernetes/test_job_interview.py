@@ -18,7 +18,7 @@ from lightkube import ApiError
 from lightkube.models.meta_v1 import Status
 
 from keepstep import wire
-from keepstep.kubernetes.hearing import Interview
+from keepstep.kubernetes.job_interview import Interview
 from keepstep.kubernetes.objects import Pod
 
 SECRET = b"s" * 32
