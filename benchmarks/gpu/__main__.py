@@ -226,7 +226,7 @@ def measuring(bench: Bench, title: str, size: str, jobs: Sequence[dict[str, Any]
 
 
 class Part(NamedTuple):
-    """A part of the bench, and how many seconds it is sure to have of those that the whole has."""
+    """A part of the bench, and the seconds that those before it leave it, of the whole bench's."""
 
     run: Callable[[Bench], None]
     share_s: float
@@ -240,13 +240,14 @@ PARTS = {
     "memory checkpoint": Part(memory_checkpoint, 20),
     "slow ranks": Part(slow_ranks, 60),
     "hangs and crashes": Part(hangs, 100),
-    "gate": Part(gate, 45, on_stand_in=True),
-    "snapshot": Part(snapshot, 35, on_stand_in=True),
+    "gate": Part(gate, 60, on_stand_in=True),
+    "snapshot": Part(snapshot, 40, on_stand_in=True),
     "validation": Part(validation, 35, on_stand_in=True),
     "recovery": Part(recovery, 60, on_stand_in=True),
-    "iteration overhead": Part(overhead, 70),
+    "iteration overhead": Part(overhead, 80),
 }
 WHOLE_S, QUICK_S, STAND_IN_S = 500.0, 150.0, 1200.0
+_ENOUGH = 0.75  # the part of its share with which a part begins; with less it is left out
 
 
 def run_parts(bench: Bench, names: Sequence[str], seconds: float) -> None:
@@ -255,7 +256,7 @@ def run_parts(bench: Bench, names: Sequence[str], seconds: float) -> None:
     for place, name in enumerate(names):
         part = PARTS[name]
         bench.begin(scale * sum(PARTS[later].share_s for later in names[place + 1 :]))
-        least_s = scale * part.share_s / 2
+        least_s = scale * part.share_s * _ENOUGH
         if bench.device == "stand-in" and not part.on_stand_in:
             bench.report.leave_out(name, "it needs a GPU; the stand-in is none")
         elif bench.judged and (left_s := bench.left_s()) < least_s:

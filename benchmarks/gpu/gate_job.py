@@ -56,7 +56,7 @@ def stall(device: str, quick: bool) -> dict[str, Any]:
 
         return act
 
-    for name, small, steps, seconds in (("large", False, 5, 12.0), ("small", True, 20, 6.0)):
+    for name, small, steps, seconds in (("large", False, 5, 8.0), ("small", True, 20, 4.0)):
         step = training(device, small).step
         for _ in range(20):
             step()

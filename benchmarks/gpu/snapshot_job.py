@@ -19,7 +19,7 @@ from benchmarks.stand_in.jobs.snapshots import image, same, tensors_of
 from keepstep import checkpoint
 
 MICRO_BATCHES = 8  # so many in a step that copying the state takes less time than they do
-COUNTED = 4  # steps in which waits are counted
+COUNTED = 2  # steps in which waits are counted
 _GIB = 1 << 30
 
 

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks._report import Report
+from benchmarks.gpu import __main__ as bench_of_gpu
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.judge import (
     COLLECTIVE,
     ENQUEUED,
@@ -151,3 +154,25 @@ def test_a_job_has_recovered_when_all_ranks_have_made_a_step_of_one_incarnation(
     assert until_next_step(11.8, trained) is None
     assert until_next_step(13.0, trained) is None
     assert until_next_step(13.0, [{**trained[0], 2: 19.0}, trained[1]]) == 7.0
+
+
+def left_for_parts(monkeypatch, folder, seconds):
+    """What each of two parts has left of the time, and which are left out; the second is due 300 s of 500."""
+    seen = {}
+    shares = {"first": 200, "second": 300}
+
+    def part(name):
+        return bench_of_gpu.Part(lambda bench: seen.update({name: round(bench.left_s())}), shares[name])
+
+    monkeypatch.setattr(bench_of_gpu, "PARTS", {name: part(name) for name in shares})
+    bench = Bench(Report("gpu", quick=True), folder, device="cuda", quick=True, seconds=seconds)
+    bench_of_gpu.run_parts(bench, list(shares), bench_of_gpu.WHOLE_S)
+    return seen, [one["name"] for one in bench.report.left_out]
+
+
+def test_a_part_has_what_is_left_but_for_the_shares_of_those_after_it(monkeypatch, tmp_path):
+    assert left_for_parts(monkeypatch, tmp_path, 520) == ({"first": 220, "second": 520}, [])
+
+
+def test_a_part_for_which_too_little_is_left_is_left_out(monkeypatch, tmp_path):
+    assert left_for_parts(monkeypatch, tmp_path, 440) == ({"second": 440}, ["first"])
