@@ -40,6 +40,11 @@ def fill_from_scheduler(given: argparse.Namespace, environ: Mapping[str, str], f
         if told.run_id and not told.master and "rdzv_id" not in given.said:
             given.rdzv_id = told.run_id  # the scheduler itself has set the flags, as PET_…
         return Allocation(name=told.name, node=told.node, failure_domain=told.failure_domain)
+    if told.untold and _is_of_several(given, told):
+        raise UsageError(
+            f"--nnodes {given.nnodes}: which node this is and where the first one is cannot be told: {told.untold}; "
+            "give --node-rank, --master-addr and --master-port, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
     if told.node_rank >= 0 and _is_of_several(given, told):
         _let_meet(given, told)
     return told
