@@ -185,11 +185,15 @@ def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nob
 
 @pytest.mark.long
 def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(bed: SlurmBed) -> None:
-    job = submitted(bed, "--nodes=2", "--requeue", "--", TRAIN, str(bed.folder), "5", "--exit=7")
+    own = ("--nodes=2", "--requeue", "--comment=mine")
+    job = submitted(bed, *own, "--", TRAIN, str(bed.folder), "5", "--exit=7")
     until(lambda: ended(bed, job), "the job has ended")
     assert exit_code(bed, job) == "7:0"
-    assert end(bed.folder / "runs" / job)["category"] == "training"
-    assert "Restarts=0" in bed.run("scontrol", "show", "job", job).stdout
+    told, shown = end(bed.folder / "runs" / job), bed.run("scontrol", "show", "job", job).stdout
+    assert told["category"] == "training"
+    assert "Restarts=0" in shown
+    said = f"Comment=mine; [keepstep] run={job} exit=7 (training) incident={told['incident']} CRASH"
+    assert said in shown, shown
 
 
 def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed: SlurmBed) -> None:
