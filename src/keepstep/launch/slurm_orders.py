@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
-from keepstep.core.errors import UnsafePathError
 from keepstep.core.log_lines import one_line
 from keepstep.core.own_folders import real_path, write_whole
 from keepstep.core.regular_files import read_regular
@@ -164,7 +163,7 @@ class SlurmOrders:
     def _earlier_drains(self) -> list[float]:
         """When earlier starts of the job have drained nodes (Unix seconds)."""
         try:
-            found = cast("Any", json.loads(read_regular(self._kept, _MOST_BYTES)))["drained_unix_s"]
+            found = json.loads(read_regular(self._kept, _MOST_BYTES))["drained_unix_s"]
             return [min(float(one), time.time()) for one in found]
         except FileNotFoundError:
             return []
@@ -177,9 +176,10 @@ class SlurmOrders:
         kept = {"drained_unix_s": self._budget.taken_s}
         try:
             write_whole(real_path(self._kept.parent) / DRAINS, f"{json.dumps(kept)}\n".encode())
-        except (OSError, UnsafePathError) as error:
-            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            self._say(f"{self._kept} cannot be written ({why}): a later start will not count this drain")
+        except OSError as error:
+            self._say(
+                f"{self._kept} cannot be written ({error.strerror or error}): a later start will not count this drain"
+            )
 
     async def requeue(self) -> bool:
         """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that.
