@@ -138,6 +138,9 @@ class Trial:
             reasons=self._reasons(),
             named_node=named[0] if named else "",
             reason_s=None if reason is None or verdict is None else round(reason - verdict, 2),
+            proven_s=None
+            if told is None or self._proven_unix_s is None
+            else round(self._proven_unix_s - told, 2),
             replaced=told is not None,
             again_s=None if again is None or told is None else round(again - told, 2),
             queued_on=self._queued_on(),
