@@ -18,6 +18,7 @@ from keepstep.core.log_lines import one_line
 from keepstep.launch.command import flags
 from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.launch.schedulers.slurm import job_of, nodes_in
+from keepstep.launch.slurm_batch_host import REQUEUES
 from keepstep.launch.slurm_orders import DRAIN, SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
     )
+    environ[REQUEUES] = "1" if "--requeue" in own else ""
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say, srun_flags=srun_flags)
     if "--dry-run" in own:
         print("\n".join(shlex.join(one) for one in steps.commands))

@@ -46,6 +46,8 @@ from keepstep.launch.node.checks import Found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, alike, versions
 from keepstep.launch.schedulers.kubernetes import is_pod
+from keepstep.launch.schedulers.slurm import OWN_NODES
+from keepstep.launch.schedulers.slurm_preemption import preemption_of
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.gpu_memory import PATIENCE_S, as_text
 from keepstep.launch.workers.guard import Guard
@@ -111,7 +113,12 @@ class Launcher:
         await self._crew.end(signal.SIGTERM, self._course.kill_now)
         await self._crew.close()
         self._orders.unwatch_lease()
-        return await say_goodbye(self._parts, outcome)
+        code = await say_goodbye(self._parts, outcome)
+        if self._controller.is_here and self._crew.environ.get(OWN_NODES):
+            from keepstep.launch.slurm_batch_host import end_without_batch_host  # loads msgspec
+
+            await end_without_batch_host(self._crew.environ, code, self._run.say)
+        return code
 
     # Before the workers run.
 
@@ -282,7 +289,11 @@ class Launcher:
             end_s = signals.end_time(os.environ, self._job.end_unix_s)
             said = self._crew.said
             sender, in_pod = signals.sender_of(number), is_pod(os.environ)
-            course.ending = signals.ending(number, sender, end_s, time.time(), said, in_pod=in_pod)
+            course.ending = signals.ending(
+                *(number, sender, end_s, time.time(), said),
+                in_pod=in_pod,
+                preempted=lambda: preemption_of(os.environ),
+            )
             leaves = course.ending.of_pod and course.together
             what = "this node leaves the job" if leaves else "the job ends"
             self._run.say(f"{course.ending.text}: {what}")

@@ -15,6 +15,7 @@ from keepstep.core.log_lines import one_line
 
 if TYPE_CHECKING:
     from keepstep.detect.failure_rows import RowMatcher
+    from keepstep.launch.schedulers.slurm_preemption import Preemption
 
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """How a worker ends that was sent SIGTERM, too, and does nothing about it."""
@@ -28,6 +29,8 @@ _EARLY_S, _LATE_S = 180.0, 600.0
 ROWS = {"time-limit": "slurm-time-limit", "preempted": "slurm-preempted"}
 """Rows of the tables of messages by their kind, where the scheduler ends the job."""
 _LAST_LINES = 30
+_LAST_WORDS_S = 5.0  # what the end of the launcher itself may take
+_KILL_WAIT_S = 20.0  # between SIGTERM and SIGKILL Slurm leaves 30 s (KillWait) where nothing else is set
 _RESTART_S = 30.0  # what is left of the job's time below which a restart is in vain
 
 
@@ -61,6 +64,14 @@ class Ending:
     text: str
     kind: TemporaryKind = ""
     of_pod: bool = False  # Kubernetes ends this node's pod; whether it ends the job is not known
+    end_unix_s: float | None = None  # when the scheduler kills what is left, where it tells
+
+    def left_s(self, now_unix_s: float) -> float:
+        """How long a scheduler that ends the job leaves for bringing a step to storage; 0 where it ends none."""
+        if not self.kind or self.of_pod:
+            return 0.0
+        left_s = 0.0 if self.end_unix_s is None else self.end_unix_s - now_unix_s - _LAST_WORDS_S
+        return max(left_s, _KILL_WAIT_S)
 
     @property
     def exit_code(self) -> int:
@@ -118,6 +129,7 @@ def ending(
     words: Callable[[], Iterable[str]] = lambda: (),
     *,
     in_pod: bool = False,
+    preempted: Callable[[], Preemption | None] = lambda: None,
 ) -> Ending:
     """What a signal that ends the job means.
 
@@ -127,6 +139,7 @@ def ending(
         now_unix_s: when the signal came.
         words: what each worker has written last; schedulers announce a preemption there.
         in_pod: whether this process runs in a pod, which the kubelet ends with SIGTERM from outside.
+        preempted: asks the scheduler whether it ends the job before its time.
     """
     text = f"{number.name} from {sender}" if sender is not None else f"signal {number.name}"
     if not _may_be_schedulers(number, sender):
@@ -134,7 +147,11 @@ def ending(
     if end_unix_s is not None and -_EARLY_S <= now_unix_s - end_unix_s <= _LATE_S:
         left_s = end_unix_s - now_unix_s
         when = f"{left_s:.0f} s before" if left_s >= 0 else f"{-left_s:.0f} s after"
-        return Ending(number, f"the job's time is over ({text}, {when} its end)", "time-limit")
+        return Ending(
+            number, f"the job's time is over ({text}, {when} its end)", "time-limit", end_unix_s=end_unix_s
+        )
+    if told := preempted():
+        return Ending(number, f"{told.text} ({text})", "preempted", end_unix_s=told.end_unix_s)
     if found := _announced(words()):
         kind, line = found
         why = "the job was preempted" if kind == "preempted" else "the job's time is over"

@@ -156,7 +156,7 @@ class SlurmOrders:
         if fault in self._waiting:
             self._waiting.remove(fault)
         if fault.kind == "lost" and not (
-            await _is_unreachable(shown) and await self._reaches_another(fault.node)
+            await is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
             return
         self._done.add(fault.node)
@@ -199,12 +199,12 @@ class SlurmOrders:
         """
         for node in [one for one in reversed(self._nodes) if one not in (lost, *self.bad)][:_TRIES]:
             shown = await output_of("scontrol", "show", "node", node)
-            if shown and not await _is_unreachable(shown):
+            if shown and not await is_unreachable(shown):
                 return True
         return False
 
 
-async def _is_unreachable(shown: str) -> bool:
+async def is_unreachable(shown: str) -> bool:
     """Whether a node's daemon of Slurm's cannot be reached. ``shown``: what ``scontrol show node`` says."""
     address = re.search(r"\bNodeAddr=(\S+)", shown)
     port = re.search(r"\bPort=(\d+)", shown)
