@@ -59,7 +59,7 @@ def last_step_is_kept(folder: Path) -> None:
 
 def went_on(folder: Path) -> None:
     """All steps were made, the second run began with the step after the one on storage, and no bit is another."""
-    (first,) = (one for one in stored(folder / "storage") if one < STEPS)
+    first = max(one for one in stored(folder / "storage") if one < STEPS)
     for rank in range(2):
         made = losses(folder, rank)
         begun = next(

@@ -6,12 +6,12 @@ Slurm (with ``--no-kill``) lets the other nodes go on, and would keep them until
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping
 
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.launch.schedulers.slurm import OWN_NODES, expand_nodes, job_of, nodes_in
+from keepstep.launch.schedulers.slurm_preemption import fields_in
 from keepstep.launch.slurm_orders import is_unreachable, output_of
 
 REQUEUES = "KEEPSTEP_SLURM_REQUEUES"
@@ -31,7 +31,7 @@ async def end_without_batch_host(environ: Mapping[str, str], code: int, say: Cal
         return
     until_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until_s:
-        told = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", await output_of("scontrol", "show", "job", job)))
+        told = fields_in(await output_of("scontrol", "show", "job", job))
         has_begun_again = told.get("Restarts") != (environ.get("SLURM_RESTART_COUNT") or "0")
         if told.get("JobState") != "RUNNING" or has_begun_again:
             return

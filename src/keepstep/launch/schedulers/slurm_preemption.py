@@ -39,9 +39,14 @@ def preemption_of(environ: Mapping[str, str]) -> Preemption | None:
     return None
 
 
+def fields_in(shown: str) -> dict[str, str]:
+    """The fields of ``scontrol show job``; of one name the first, as later ones may be a comment."""
+    return dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S+)", shown)))
+
+
 def preemption_in(shown: str, restarts: str) -> Preemption | None:
     """What ``scontrol show job`` tells of it. ``restarts``: as Slurm counted them when this job began; "": none."""
-    told = dict(re.findall(r"(?:^|\s)(\w+)=(\S+)", shown))
+    told = fields_in(shown)
     if told.get("Restarts", "0") != (restarts or "0"):
         return Preemption("Slurm starts the job again", None)
     if told.get("JobState") == "PREEMPTED" or told.get("PreemptTime", "None")[:1].isdigit():
