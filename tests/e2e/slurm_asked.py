@@ -14,7 +14,8 @@ if os.environ["LOCAL_RANK"] == "0":
     ).stdout
     found = re.search(r"TRES=(\S+)", shown)
     given = dict(one.split("=") for one in found[1].split(",")) if found else {}
-    told = {name: os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_GPUS")}
+    told = {name: os.environ[name] for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")}
+    told["gpus"] = os.environ["SLURM_GPUS_ON_NODE"]
     node = Path(sys.argv[1], f"{os.environ['SLURM_JOB_ID']}-{os.environ['SLURMD_NODENAME']}")
     node.write_text(json.dumps({**given, **told}))
 sys.exit(int(sys.argv[2]))

@@ -18,15 +18,15 @@ pytestmark = [
 ASKED = str(Path(__file__).with_name("slurm_asked.py"))
 CONF = {"SelectTypeParameters": "CR_Core_Memory", "DefMemPerNode": "100"}
 FLAGS = {
-    "--gpus-per-node=2 --cpus-per-task=4 --mem=500": {"gres/gpu": "2", "cpu": "4", "mem": "500M"},
-    "--gres=gpu:3 --cpus-per-task=2 --mem-per-cpu=50": {"gres/gpu": "3", "cpu": "2", "mem": "100M"},
-    "--gpus=4 --ntasks-per-gpu=1": {"gres/gpu": "2"},
-    "--gpus=4 --cpus-per-gpu=3": {"gres/gpu": "2", "cpu": "6"},
-    "--gpus-per-task=2 --ntasks-per-node=1": {"gres/gpu": "2"},
-    "--gpus-per-socket=1 --sockets-per-node=1": {"gres/gpu": "1"},
-    "--gpus-per-node=1 --ntasks-per-node=3 --cpus-per-task=2": {"gres/gpu": "1"},
-    "--gpus-per-node=4 --exclusive": {"gres/gpu": "4"},
-    "--gpus-per-node=1 --gpu-bind=none --hint=nomultithread --distribution=cyclic": {"gres/gpu": "1"},
+    "--gpus-per-node=2 --cpus-per-task=4 --mem=500": {"gpus": "2", "cpu": "4", "mem": "500M"},
+    "--gres=gpu:3 --cpus-per-task=2 --mem-per-cpu=50": {"gpus": "3", "cpu": "2", "mem": "100M"},
+    "--gpus=2 --ntasks-per-gpu=1": {"gpus": "1"},
+    "--gpus=2 --cpus-per-gpu=3": {"gpus": "1", "cpu": "3"},
+    "--gpus-per-task=2 --ntasks-per-node=1": {"gpus": "2"},
+    "--gpus-per-socket=1 --sockets-per-node=1": {"gpus": "1"},
+    "--gpus-per-node=1 --ntasks-per-node=3 --cpus-per-task=2": {"gpus": "1"},
+    "--gpus-per-node=4 --exclusive": {"gpus": "4"},
+    "--gpus-per-node=1 --gpu-bind=none --hint=nomultithread --distribution=cyclic": {"gpus": "1"},
 }
 
 
@@ -43,8 +43,8 @@ def test_each_step_has_what_the_job_has_on_its_node(tmp_path: Path) -> None:
             for node in found[flags]:
                 assert {name: node.get(name) for name in given} == given, (flags, found[flags])
                 assert (node["LOCAL_WORLD_SIZE"], node["WORLD_SIZE"]) == (
-                    given["gres/gpu"],
-                    str(2 * int(given["gres/gpu"])),
+                    given["gpus"],
+                    str(2 * int(given["gpus"])),
                 )
             assert len(found[flags]) == 2, flags
 
@@ -55,7 +55,7 @@ def test_under_salloc_the_job_runs_there_and_its_code_is_sallocs(tmp_path: Path)
         done = bed.run(*own, *keepstep("slurm", "--", ASKED, str(tmp_path), "7"))
         assert done.returncode == 7, done.stderr
         given = [json.loads(path.read_text()) for path in tmp_path.glob("*-n[01]")]
-        assert [(one["gres/gpu"], one["cpu"], one["mem"]) for one in given] == [("2", "2", "200M")] * 2
+        assert [(one["gpus"], one["cpu"], one["mem"]) for one in given] == [("2", "2", "200M")] * 2
         (run,) = (tmp_path / "runs").iterdir()
         assert (end(run)["exit_code"], end(run)["category"]) == (7, "training")
         uneven = bed.run(

@@ -12,7 +12,7 @@ from datetime import datetime
 from keepstep.core.errors import UsageError
 from keepstep.launch.schedulers.slurm import job_of
 
-_PATIENCE_S = 3.0
+_PATIENCE_S = 10.0  # of the 30 s that Slurm leaves where nothing else is set; it is busy then
 
 
 @dataclass(frozen=True, slots=True)
