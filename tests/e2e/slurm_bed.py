@@ -179,10 +179,14 @@ class SlurmBed:
     def lose_node(self, node: str) -> None:
         """Kill everything that runs on a node, with its daemon."""
         daemon = self.daemons.pop(node)
-        steps = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_stepd_of(path, node)]
-        for pid in (daemon.pid, *steps, *self.processes(node)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        host = os.readlink(
+            f"/proc/{daemon.pid}/ns/uts"
+        )  # with a name of its own: all below its slurmd are in it
+        lost = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_on(path, host)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody there sees another one end
+            for pid in lost:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         daemon.wait()
 
 
@@ -222,11 +226,9 @@ def _in_other_linux(folder: Path, hosts: str) -> str:
     )
 
 
-def _is_stepd_of(path: Path, node: str) -> bool:
+def _is_on(process: Path, host: str) -> bool:
     with suppress(OSError):
-        return (
-            b"slurmstepd" in (path / "comm").read_bytes() and node.encode() in (path / "cmdline").read_bytes()
-        )
+        return os.readlink(process / "ns" / "uts") == host
     return False
 
 

@@ -46,7 +46,6 @@ from keepstep.launch.node.checks import Found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, alike, versions
 from keepstep.launch.schedulers.kubernetes import is_pod
-from keepstep.launch.schedulers.slurm import OWN_NODES
 from keepstep.launch.schedulers.slurm_preemption import preemption_of
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.gpu_memory import PATIENCE_S, as_text
@@ -113,12 +112,12 @@ class Launcher:
         await self._crew.end(signal.SIGTERM, self._course.kill_now)
         await self._crew.close()
         self._orders.unwatch_lease()
-        code = await say_goodbye(self._parts, outcome)
-        if self._controller.is_here and self._crew.environ.get(OWN_NODES):
-            from keepstep.launch.slurm_batch_host import end_without_batch_host  # loads msgspec
+        return await say_goodbye(self._parts, outcome)
 
-            await end_without_batch_host(self._crew.environ, code, self._run.say)
-        return code
+    @property
+    def knows_the_end(self) -> bool:
+        """Whether the controller is on this node, so that it has written ``end.json``."""
+        return self._controller.is_here
 
     # Before the workers run.
 
