@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.e2e import slurm_bed
 from tests.e2e.slurm_bed import SlurmBed, until
-from tests.e2e.test_slurm import end, ended, exit_code, keepstep, reasons
+from tests.e2e.test_slurm import CHECKPOINTS, end, ended, exit_code, keepstep, reasons, submitted
 
 pytestmark = [
     *(pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)),
@@ -124,9 +124,10 @@ def test_the_settings_of_a_site_name_its_own_way_to_drain(bed: SlurmBed) -> None
     site.chmod(0o755)
     settings = fence("howto/slurm.md", "toml", "drain_command")
     (bed.folder / "keepstep.toml").write_text(settings.replace("/opt/site/bin/report-node", str(site)))
-    words = ("--nodes=3", "--", "--nnodes", "2", "--max-restarts", "1", "train.py")
-    job = bed.run(*keepstep("slurm", *words)).stdout.split()[-1]
-    until(lambda: len(begun(bed)) == 2, "all ranks run")
+    words = ("--nnodes", "2", "--max-restarts", "1", CHECKPOINTS, str(bed.folder), "2000", "")
+    job = submitted(bed, "--nodes=3", "--", *words, STEP_S="0.1")
+    log = bed.folder / "losses-1"
+    until(lambda: log.exists() and log.read_text().count("\n") > 8, "all ranks train")
     drained = bed.run(*keepstep("ctl", f"runs/{job}", "drain", "n1", "--reason", "fan; loud"))
     assert drained.returncode == 0, drained.stderr
     until((bed.folder / "reported").exists, "the site is told")

@@ -46,7 +46,6 @@ from keepstep.launch.node.checks import Found
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.node_checks import NodeChecks, alike, versions
 from keepstep.launch.schedulers.kubernetes import is_pod
-from keepstep.launch.schedulers.slurm_preemption import preemption_of
 from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.gpu_memory import PATIENCE_S, as_text
 from keepstep.launch.workers.guard import Guard
@@ -291,7 +290,7 @@ class Launcher:
             course.ending = signals.ending(
                 *(number, sender, end_s, time.time(), said),
                 in_pod=in_pod,
-                preempted=lambda: preemption_of(os.environ),
+                preempted=lambda: signals.preemption_of(os.environ),
             )
             leaves = course.ending.of_pod and course.together
             what = "this node leaves the job" if leaves else "the job ends"

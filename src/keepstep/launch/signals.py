@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
+from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import TEMPORARY_FAILURE, TemporaryKind
 from keepstep.core.log_lines import one_line
+from keepstep.launch.schedulers.slurm import job_of
+from keepstep.launch.schedulers.slurm_preemption import Preemption, preemption_in
 
 if TYPE_CHECKING:
     from keepstep.detect.failure_rows import RowMatcher
-    from keepstep.launch.schedulers.slurm_preemption import Preemption
 
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """How a worker ends that was sent SIGTERM, too, and does nothing about it."""
@@ -29,6 +32,7 @@ _EARLY_S, _LATE_S = 180.0, 600.0
 ROWS = {"time-limit": "slurm-time-limit", "preempted": "slurm-preempted"}
 """Rows of the tables of messages by their kind, where the scheduler ends the job."""
 _LAST_LINES = 30
+_ASKING_S = 10.0  # of the 30 s that Slurm leaves where nothing else is set; it is busy then
 _LAST_WORDS_S = 5.0  # what the end of the launcher itself may take
 _KILL_WAIT_S = 20.0  # between SIGTERM and SIGKILL Slurm leaves 30 s (KillWait) where nothing else is set
 _RESTART_S = 30.0  # what is left of the job's time below which a restart is in vain
@@ -159,6 +163,19 @@ def ending(
     if in_pod and number == signal.SIGTERM and sender is not None and sender.pid == 0:
         return Ending(number, f"the pod is ended ({text})", "preempted", of_pod=True)
     return Ending(number, text)
+
+
+def preemption_of(environ: Mapping[str, str]) -> Preemption | None:
+    """Ask Slurm about this launcher's job, as SIGTERM does not tell; None where it is not preempted, or Slurm away."""
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    with suppress(OSError, subprocess.SubprocessError, UsageError):
+        asking = ["scontrol", "show", "job", job_of(environ)]
+        done = subprocess.run(
+            asking, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_ASKING_S
+        )
+        return preemption_in(done.stdout.decode(errors="replace"), environ.get("SLURM_RESTART_COUNT", ""))
+    return None
 
 
 def _may_be_schedulers(number: signal.Signals, sender: Sender | None) -> bool:

@@ -6,7 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from keepstep.launch.schedulers.slurm_preemption import preemption_in, preemption_of
+from keepstep.launch.schedulers.slurm_preemption import preemption_in
+from keepstep.launch.signals import preemption_of
 
 SHOWN = """JobId=7 JobName=train
    JobState={state} Reason=None Dependency=(null)
@@ -23,6 +24,7 @@ def shown(state: str = "RUNNING", restarts: int = 0, preempted: str = "None") ->
 @pytest.mark.parametrize("text", ["", "\x1b[31m=", "JobState=RUNNING", shown(), shown("CANCELLED")])
 def test_a_job_that_goes_on_or_was_cancelled_is_not_preempted(text: str) -> None:
     assert preemption_in(text, "") is None
+    assert preemption_in(text.replace("Restarts=0", "Restarts=2"), "2") is None
 
 
 def test_a_job_in_its_grace_time_is_told_when_it_is_killed() -> None:
