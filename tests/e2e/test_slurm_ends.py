@@ -40,14 +40,12 @@ def train(bed: SlurmBed, *flags: str) -> tuple[str, list[int]]:
     return job, stored(bed.folder / "storage")
 
 
-def begin_again_now(bed: SlurmBed, job: str) -> None:
-    """Have Slurm not put off what it has requeued, and wait until it runs."""
-
-    def runs() -> bool:
-        bed.run("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=10")
-        return bed.told(job, "JobState") == "RUNNING"
-
-    until(runs, "it runs again")
+def begin_again_soon(bed: SlurmBed, job: str) -> None:
+    """Have Slurm not put off for minutes what it has requeued, and wait until it runs."""
+    until(lambda: bed.told(job, "JobState") in ("PENDING", "RUNNING"), "nothing of the first run is left")
+    bed.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    bed.run("scontrol", "update", f"JobId={job}", "StartTime=now+10seconds")
+    until(lambda: bed.told(job, "JobState") == "RUNNING", "it runs again")
 
 
 def last_step_is_kept(folder: Path) -> None:
@@ -77,7 +75,7 @@ def test_a_job_whose_time_is_over_goes_on_with_its_last_step(tmp_path: Path) -> 
         until(lambda: bed.told(job, "Restarts") == "1", "it is started again")
         last_step_is_kept(bed.folder)
         (bed.folder / "hurry").touch()
-        begin_again_now(bed, job)
+        begin_again_soon(bed, job)
         until(lambda: ended(bed, job), "the job has ended")
         first = end(run / "previous" / "1")
         assert (first["exit_code"], first["category"]) == (75, "scheduler")
@@ -119,7 +117,7 @@ def test_a_preempted_job_is_started_again_once(tmp_path: Path, mode: str, grace_
         out = (bed.folder / f"slurm-{job}.out").read_text()
         assert ("the job is not requeued" in out) == (by != "keepstep")
         (bed.folder / "hurry").touch()
-        begin_again_now(bed, job)
+        begin_again_soon(bed, job)
         until(lambda: ended(bed, job), "the job has ended")
         assert (end(run)["exit_code"], exit_code(bed, job)) == (0, "0:0")
         assert bed.told(job, "Restarts") == "1"
@@ -151,7 +149,7 @@ def test_a_job_that_loses_its_batch_host_and_has_no_spare_is_started_again_elsew
         bed.lose_node("n0")
         until(lambda: bed.told(job, "Restarts") == "1", "it is started again")
         (bed.folder / "hurry").touch()
-        begin_again_now(bed, job)
+        begin_again_soon(bed, job)
         until(lambda: ended(bed, job), "the job has ended")
         run = bed.folder / "runs" / job
         first = end(run / "previous" / "1")
@@ -178,7 +176,7 @@ def test_without_no_kill_slurm_ends_a_job_that_loses_its_batch_host(tmp_path: Pa
             return
         until(lambda: bed.told(job, "Restarts") == "1", "it is started again")
         (bed.folder / "hurry").touch()
-        begin_again_now(bed, job)
+        begin_again_soon(bed, job)
         until(lambda: ended(bed, job), "the job has ended")
         assert (end(run)["exit_code"], exit_code(bed, job), bed.told(job, "Restarts")) == (0, "0:0", "1")
         assert not (run / "previous" / "2").exists()
