@@ -1,9 +1,11 @@
-"""What holds on a GPU, with NCCL and CUDA themselves: records, times, overhead, validation, checkpoint.
+"""What holds on a GPU, with NCCL and CUDA themselves: records, times, overhead, validation, checkpoint, recovery.
 
-    python -m benchmarks.gpu [--quick] [--json FILE] [--cpu]
+    python -m benchmarks.gpu [--quick] [--part PART ...] [--json FILE] [--cpu]
 
-Every part is a job of its own under `keepstep run`; one that fails is left out with its reason. Ends within 9 minutes
-(3 with ``--quick``); without a GPU at once. ``--cpu`` tries the bench itself on Gloo: then nothing is judged.
+Every part has jobs of its own under `keepstep run`; one that fails, or has no time left, is left out with its reason.
+Ends within 9 minutes (3 with ``--quick``); without a GPU at once. ``--cpu`` tries the bench itself on Gloo: then
+nothing is judged. Nor is it on the stand-in GPU, where "gate", "snapshot", "validation" and "recovery" run as well
+(tests/cuda/test_gpu_bench.py).
 
 On one GPU a job has one rank, and NCCL launches nothing for its in-place all-reduces: the calls are there, the
 transfers are not. A gather of one rank is a copy on the device, a mean of one rank a kernel of NCCL's: with these the
@@ -19,20 +21,19 @@ that it leaves out.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks._intervals import interval
-from benchmarks._report import Line, Report, bench_arguments
+from benchmarks._report import Report, bench_arguments
+from benchmarks.gpu.bench import Bench, Kind
+from benchmarks.gpu.gate import gate
 from benchmarks.gpu.judge import (
     TIMED,
     beside,
@@ -42,7 +43,11 @@ from benchmarks.gpu.judge import (
     last_words,
     measuring_adds,
 )
+from benchmarks.gpu.recovery import recovery
+from benchmarks.gpu.snapshot import snapshot
+from benchmarks.gpu.validation import validation
 from benchmarks.gpu.verdicts import RANKS, SLOW, STUCK, Told, mps, play_all
+from benchmarks.stand_in.device import is_stand_in
 
 COMPLETE_GOAL = "events complete and ordered"
 TIMES_GOAL = "GPU times within 2 % of the PyTorch profiler's"
@@ -54,84 +59,7 @@ VERDICT_GOAL = "right rank and kind ≥ 97 %"
 ERROR_GOAL = "iteration time within 0.5 % of the device's own clock"
 ERROR_PERCENT, VERDICT_PERCENT = 0.5, 97.0
 TIMES_PERCENT, STEP_PERCENT, GEMM_S = 2.0, 0.1, 0.5
-JOB = Path(__file__).with_name("job.py")
-ROOT = Path(__file__).parents[2]
 ONE_RANK = "one rank: NCCL launches nothing for an in-place all-reduce"
-_JOB_S, _END_S = 150.0, 40.0
-
-
-# --- jobs ------------------------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """Where the jobs run, and until when."""
-
-    def __init__(self, report: Report, folder: Path, *, device: str, quick: bool, seconds: float) -> None:
-        self.report, self.device, self.quick = report, device, quick
-        self.judged = device == "cuda"
-        self._folder, self._jobs = folder, 0
-        self._until_s = time.monotonic() + seconds
-
-    def left_s(self) -> float:
-        return self._until_s - time.monotonic()
-
-    def room(self, part: str) -> Path:
-        """A folder for the jobs of a part. Raises RuntimeError where they have no GPU to run on."""
-        if not self.judged:
-            raise RuntimeError("the jobs need a GPU, or the stand-in")
-        folder = self._folder / part
-        folder.mkdir()
-        return folder
-
-    @staticmethod
-    def environment() -> dict[str, str]:
-        """For jobs that import the bench."""
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Where there is no network, NCCL would look for one.
-        interface = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
-        return {**os.environ, "NCCL_SOCKET_IFNAME": interface, "PYTHONPATH": path}
-
-    def job(self, part: str, *, ranks: int = 1, watch: bool = True) -> list[dict[str, Any]]:
-        """The result of each rank. Raises RuntimeError with the job's last words."""
-        self._jobs += 1
-        folder = self._folder / f"{self._jobs}-{part}"
-        folder.mkdir()
-        command = [sys.executable, "-m", "keepstep.cli", "run", "--nproc-per-node", str(ranks)]
-        command += ["--run-dir", str(folder / "run"), *(() if watch else ("--no-watch",))]
-        command += [str(JOB), part, str(folder / "result"), self.device, "quick" if self.quick else "whole"]
-        console = folder / "console.txt"
-        with console.open("wb") as log:
-            launcher = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment())
-            patience_s = max(30.0, min(_JOB_S, self.left_s() + 30.0)) if self.judged else 4 * _JOB_S
-            try:
-                code = launcher.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                end(launcher)
-        if code != 0:
-            why = "did not end in time" if code is None else f"ended with {code}"
-            raise RuntimeError(f"the job {why}: {last_words(console.read_text(errors='replace'))}")
-        found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
-        with suppress(OSError):
-            (node,) = json.loads((folder / "run" / "status.json").read_text())["nodes"]
-            found[0]["dropped"] = node["dropped"]
-        return found
-
-    def add(self, name: str, value: float | str, unit: str, **more: Any) -> None:
-        if not self.judged:
-            more |= {"met": None, "limit": "Gloo on the CPU: a try of the bench, not a figure"}
-        self.report.add(Line(name, value, unit, **more))
-
-
-def end(launcher: subprocess.Popen[bytes]) -> None:
-    """The launcher ends its workers, also when it is told to end."""
-    launcher.terminate()
-    try:
-        launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -297,15 +225,48 @@ def measuring(bench: Bench, title: str, size: str, jobs: Sequence[dict[str, Any]
     bench.add(f"{name}: interval to", high, "%", goal=MEASURE_GOAL, met=high <= STEP_PERCENT, limit=limit)
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "records and GPU times": events,
-    "two ranks on one GPU": shared,
-    "GEMM validation": gemm,
-    "memory checkpoint": memory_checkpoint,
-    "slow ranks": slow_ranks,
-    "hangs and crashes": hangs,
-    "iteration overhead": overhead,
+class Part(NamedTuple):
+    """A part of the bench, and the seconds that those before it leave it, of the whole bench's."""
+
+    run: Callable[[Bench], None]
+    share_s: float
+    on_stand_in: bool = False
+
+
+PARTS = {
+    "records and GPU times": Part(events, 25),
+    "two ranks on one GPU": Part(shared, 35),
+    "GEMM validation": Part(gemm, 15),
+    "memory checkpoint": Part(memory_checkpoint, 20),
+    "slow ranks": Part(slow_ranks, 60),
+    "hangs and crashes": Part(hangs, 100),
+    "gate": Part(gate, 60, on_stand_in=True),
+    "snapshot": Part(snapshot, 40, on_stand_in=True),
+    "validation": Part(validation, 35, on_stand_in=True),
+    "recovery": Part(recovery, 60, on_stand_in=True),
+    "iteration overhead": Part(overhead, 80),
 }
+WHOLE_S, QUICK_S, STAND_IN_S = 500.0, 150.0, 1200.0
+_ENOUGH = 0.75  # the part of its share with which a part begins; with less it is left out
+
+
+def run_parts(bench: Bench, names: Sequence[str], seconds: float) -> None:
+    """Run parts one after the other. Each may take what is left, but for the shares of those after it."""
+    scale = seconds / WHOLE_S
+    for place, name in enumerate(names):
+        part = PARTS[name]
+        bench.begin(scale * sum(PARTS[later].share_s for later in names[place + 1 :]))
+        least_s = scale * part.share_s * _ENOUGH
+        if bench.device == "stand-in" and not part.on_stand_in:
+            bench.report.leave_out(name, "it needs a GPU; the stand-in is none")
+        elif bench.judged and (left_s := bench.left_s()) < least_s:
+            bench.report.leave_out(name, f"{left_s:.0f} s are left for it, less than {least_s:.0f}")
+        else:
+            try:
+                part.run(bench)
+            except Exception as error:
+                bench.report.leave_out(name, f"{type(error).__name__}: {error}")
+            print(f"{name}: done, {bench.left_s():.0f} s left", file=sys.stderr, flush=True)
 
 
 def no_gpu() -> str:
@@ -325,20 +286,16 @@ def main() -> None:
         "--keep", type=Path, metavar="DIR", help="leave the jobs' folders in DIR, which is there"
     )
     chosen = parser.parse_args()
-    report = Report("gpu", quick=chosen.quick)
+    device: Kind = "cpu" if chosen.cpu else "stand-in" if is_stand_in() else "cuda"
+    report = Report("gpu" if device == "cuda" else f"gpu, {device}", quick=chosen.quick)
     why = "" if chosen.cpu else no_gpu()
     if why:
         report.leave_out("everything", why)
     else:
+        seconds = STAND_IN_S if device == "stand-in" else QUICK_S if chosen.quick else WHOLE_S
         with nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as folder:
-            device, seconds = "cpu" if chosen.cpu else "cuda", 150.0 if chosen.quick else 480.0
             bench = Bench(report, Path(folder), device=device, quick=chosen.quick, seconds=seconds)
-            for name in chosen.part or PARTS:
-                try:
-                    PARTS[name](bench)
-                except Exception as error:
-                    report.leave_out(name, f"{type(error).__name__}: {error}")
-                print(f"{name}: done, {bench.left_s():.0f} s left", file=sys.stderr, flush=True)
+            run_parts(bench, chosen.part or list(PARTS), seconds)
     report.finish(chosen.json)
 
 

@@ -43,10 +43,11 @@ class RealDevice:
     """Plays on a GPU what ``benchmarks.stand_in.device.Device`` plays on the stand-in, as far as one GPU can."""
 
     def __init__(self, layer_us: float) -> None:
+        """``layer_us``: of a pass of each layer; 0: what it takes by itself."""
         self._factor = 1.0
         self._next: str = ""
         self._marks: dict[int, torch.cuda.Event] = {}
-        self._cycles = layer_us * self._cycles_of_1_us()
+        self._cycles = layer_us * self._cycles_of_1_us() if layer_us else 0.0
 
     def load(self, layers: Iterable[nn.Module]) -> None:
         """Let the forward and the backward pass of each layer take the time that was set."""

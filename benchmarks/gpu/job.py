@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.gpu import gate_job, snapshot_job
 from benchmarks.gpu.device import take_device
+from benchmarks.gpu.training import synchronize, training
 from benchmarks.gpu.verdicts import measured
-from torch import nn
+from benchmarks.stand_in.device import compute_values
 
 MIB = 1 << 20
 SLEEP_CYCLES = 40_000_000  # some 20 ms: what is called meanwhile is queued behind it
@@ -29,40 +31,6 @@ TIMES_S = 120
 QUEUED = 10  # calls of a batch
 WARM_UP = 40  # steps; of a process's first 32 the shim measures each
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def training(device: str, small: bool, hook: Any = None) -> Callable[[], None]:
-    """A transformer under DDP; gives its step. ``small``: kernels so short that the host is what the GPU waits for."""
-    width, layers, batch, length = (256, 4, 4, 64) if small else (1024, 12, 8, 1024)
-    if device == "cpu":
-        width, layers, batch, length = 32, 2, 2, 8
-    half = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    body = nn.Sequential(
-        *(
-            nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
-    ).to(device, half)
-    model = nn.parallel.DistributedDataParallel(body, bucket_cap_mb=1 if small else 25)
-    if hook:
-        model.register_comm_hook(None, hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    x = torch.randn(batch, length, width, device=device, dtype=half)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(loss.detach())
-
-    return step
 
 
 # --- iteration time --------------------------------------------------------------------------------------------------
@@ -76,7 +44,7 @@ def steps(device: str, quick: bool) -> dict[str, Any]:
         ("large", False, 80 if quick else 250),
         ("small", True, 150 if quick else 400),
     ):
-        step = training(device, small)
+        step = training(device, small).step
         found[name] = step_times(device, step, WARM_UP, count)
         found[f"{name}, from"] = made + WARM_UP
         made += WARM_UP + count
@@ -123,7 +91,7 @@ def events(device: str, quick: bool) -> dict[str, Any]:
         made += 1
         return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
-    step = training(device, False, counting)
+    step = training(device, False, counting).step
     order_times(OrdersPage(os.environ["KEEPSTEP_ORDERS"]), device)
     for _ in range(5):  # DDP orders its buckets anew, and broadcasts that
         step()
@@ -240,7 +208,7 @@ def gemm(device: str, quick: bool) -> dict[str, Any]:
     """The device's tests between two steps of a training, for the first time in the process and again."""
     from keepstep.validate.device_tests import device_tests
 
-    step = training(device, False)
+    step = training(device, False).step
     for _ in range(5):
         step()
     synchronize(device)
@@ -309,12 +277,22 @@ def memory_checkpoint(device: str, quick: bool) -> dict[str, Any]:
     }
 
 
-PARTS = {"steps": steps, "events": events, "gemm": gemm, "checkpoint": memory_checkpoint}
+PARTS = {
+    "steps": steps,
+    "events": events,
+    "gemm": gemm,
+    "checkpoint": memory_checkpoint,
+    "stall": gate_job.stall,
+    "held": gate_job.held,
+    "abort": gate_job.abort,
+    "snapshot": snapshot_job.snapshot,
+}
 
 
 def main() -> None:
     part, result, device, size = sys.argv[1:]
     if device == "cuda":
+        compute_values()
         taken = take_device(0, int(os.environ["WORLD_SIZE"]))
         dist.init_process_group("nccl", device_id=taken)
     else:
@@ -322,6 +300,8 @@ def main() -> None:
         dist.init_process_group("gloo")
     found = PARTS[part](device, size == "quick")
     Path(f"{result}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    if part == "abort":  # what an abort has left behind is not destroyed
+        os._exit(0)
     dist.destroy_process_group()
 
 

@@ -1,12 +1,14 @@
-"""What records, profiler output and the words of a job say; needs no GPU."""
+"""What records, profiler output, looks at a GPU's memory and the words of a job say; needs no GPU."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
+
+from benchmarks._intervals import interval
 
 OF_NCCL = ("Memcpy DtoD", "oneRankReduce", "ncclDevKernel", "ncclKernel")
 COLLECTIVE, FAILED, ENQUEUED, TIMED = 1, 4, 16, 64  # keepstep.core.events: Kind and Flag
@@ -102,6 +104,74 @@ def measuring_adds(times: Sequence[float], measured: Sequence[bool]) -> list[flo
             usual = statistics.fmean(times[at] for at in beside)
             found.append(statistics.fmean(times[at] for at in inner) / usual - 1)
     return found
+
+
+def added(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """What the first of each pair takes more than the second: the mean and its 95 % interval. Two pairs or more."""
+    return interval([one - other for one, other in pairs])
+
+
+def synchronisations(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Of a profiler's trace, how often the training's streams were made to wait, and the host waited for them.
+
+    The training's streams are those with kernels: a snapshot has none. Of a wait for an event whose stream the trace
+    does not tell, nobody knows whether it is the training's.
+    """
+    events = list(events)
+    training = {event["args"].get("stream") for event in events if event.get("cat") == "kernel"}
+    found = Counter[str]()
+    for event in events:
+        if event.get("cat") != "cuda_sync":
+            continue
+        told = event["args"]
+        kind, stream, awaited = (told.get(name) for name in ("cuda_sync_kind", "stream", "wait_on_stream"))
+        if kind == "Stream Wait Event":
+            found["put"] += stream in training
+        elif kind == "Event Sync":
+            found["host"] += awaited in training
+            found["unknown"] += awaited in (None, -1)
+        else:  # for a stream, or for all of them
+            found["host"] += kind == "Context Sync" or stream in training
+    return {
+        "waits put on the training's streams": found["put"],
+        "the host's waits for them": found["host"],
+        "the host's waits for events of unknown streams": found["unknown"],
+    }
+
+
+class Look(NamedTuple):
+    """What the driver said of a GPU: Unix seconds, its free bytes, and who has memory there."""
+
+    at_s: float
+    free: int
+    pids: frozenset[int]
+
+
+def freed(looks: Sequence[Look], pid: int, killed_s: float, held: int) -> dict[str, float]:
+    """Seconds from its death until the driver lists a process no more, and until nine tenths of what it held are free.
+
+    What was not seen is left out: a driver in a container may list nobody.
+    """
+    before = [look for look in looks if look.at_s <= killed_s]
+    after = [look for look in looks if look.at_s > killed_s]
+    found: dict[str, float] = {}
+    if before and pid in before[-1].pids:
+        gone = [look.at_s for look in after if pid not in look.pids]
+        found |= {"not listed (s)": gone[0] - killed_s} if gone else {}
+    if before:
+        free = [look.at_s for look in after if look.free >= before[-1].free + 0.9 * held]
+        found |= {"memory free (s)": free[0] - killed_s} if free else {}
+    return found
+
+
+def until_next_step(struck_s: float, trained: Sequence[Mapping[int, float]]) -> float | None:
+    """Seconds from a failure until all ranks have made a step of a later incarnation; None: they have not.
+
+    ``trained``: of each rank, by incarnation, when it had made its first step; Unix seconds.
+    """
+    known = set[int].intersection(*(set(one) for one in trained))
+    times = [[one[incarnation] for one in trained] for incarnation in sorted(known)]
+    return next((max(each) - struck_s for each in times if min(each) > struck_s), None)
 
 
 def last_words(console: str) -> str:

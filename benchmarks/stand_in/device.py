@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["gemm", "reduction", "optimizer", "copy", "other"]
@@ -37,6 +38,16 @@ def compute_values() -> None:
         import torch
 
         torch.ops.load_library(library)
+
+
+@cache
+def is_stand_in() -> bool:
+    """Whether CUDA's driver is the stand-in in this process."""
+    try:
+        Device()
+    except OSError:
+        return False
+    return True
 
 
 class Progress(NamedTuple):

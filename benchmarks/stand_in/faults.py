@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from benchmarks.stand_in.device import ECC, ILLEGAL_ADDRESS, Device
 
@@ -40,6 +40,7 @@ What = Literal[
     "illegal-address",  # a kernel in phase `where` fails
     "ecc",  # the same, by the memory's fault
     "die",  # it is killed in phase `where`
+    "raise",  # its script raises an error in phase `where`
     "save",  # it writes a checkpoint for `value` seconds in phase `where`
     "evaluate",  # it evaluates another model for `value` seconds
 ]
@@ -149,10 +150,19 @@ class Script:
                 self.device.fail_next(ECC)
             elif fault.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.what == "raise":
+                raise ValueError("this batch has no label")
             elif fault.what == "save":
                 _save(fault.value)
             elif fault.what == "evaluate":
                 _evaluate(fault.value)
+
+    def obey(self, order: Path, step: int) -> None:
+        """Play in this step the fault that the file ``order`` tells, as ``what where``. The file goes."""
+        if order.exists():
+            what, where = order.read_text().split()
+            order.unlink()
+            self.faults.append(Fault(cast("What", what), self._rank, step, cast("Phase", where)))
 
     def says(self, what: What, step: int) -> bool:
         """Whether a fault that the job itself has to play is due in this step."""

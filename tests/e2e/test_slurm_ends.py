@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_bed.missing()), reason=slurm_bed.missing()),
 ]
 
-STEPS = 800
+STEPS = 600
 STORED = ("--checkpoint-every", "100000", "--checkpoint-dir")
 """No step gets to storage but the last of a run."""
 

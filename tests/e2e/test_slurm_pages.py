@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.doc_fences import DOCS, fences
 from tests.e2e import slurm_bed
 from tests.e2e.slurm_bed import SlurmBed, until
 from tests.e2e.test_slurm import CHECKPOINTS, end, ended, exit_code, keepstep, reasons, submitted
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm_bed.missing()), reason=slurm_bed.missing()),
 ]
 
-DOCS = Path(__file__).parents[2] / "docs"
 FEWER = {"--nodes=5": "--nodes=3", "--nnodes 4": "--nnodes 2", "--time=24:00:00": "--time=10"}
 TRAIN = """
 import os, pathlib, sys, time
@@ -33,8 +33,7 @@ while not os.path.exists("hurry"):
 
 def fence(page: str, language: str, holds: str) -> str:
     """The only block of a page in a language that holds a text."""
-    text = (DOCS / page).read_text()
-    (found,) = (one for one in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if holds in one)
+    (found,) = (text for _, text in fences(DOCS / page, language) if holds in text)
     return fewer(found)
 
 

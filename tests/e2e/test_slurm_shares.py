@@ -49,7 +49,7 @@ def test_each_step_has_what_the_job_has_on_its_node(tmp_path: Path) -> None:
             assert len(found[flags]) == 2, flags
 
 
-def test_under_salloc_the_job_runs_there_and_its_code_is_sallocs(tmp_path: Path) -> None:
+def test_under_salloc_the_job_runs_there_and_uneven_shares_are_told(tmp_path: Path) -> None:
     with slurm_bed.slurm(tmp_path, 2, gres=True, conf=CONF) as bed:
         own = ("salloc", "--nodes=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=200")
         done = bed.run(*own, *keepstep("slurm", "--", ASKED, str(tmp_path), "0"))
@@ -60,8 +60,8 @@ def test_under_salloc_the_job_runs_there_and_its_code_is_sallocs(tmp_path: Path)
         assert done.returncode == 7, done.stderr
         codes = sorted((end(run)["exit_code"], end(run)["category"]) for run in (tmp_path / "runs").iterdir())
         assert codes == [(0, "finished"), (7, "training")]
-        uneven = bed.run(
-            "salloc", "--nodes=2", "--gpus=3", *keepstep("slurm", "--", ASKED, str(tmp_path), "0")
-        )
-        assert uneven.returncode == 2
-        assert "--gpus=3: Slurm spreads them unevenly over 2 nodes" in uneven.stderr
+        job = submitted(bed, "--nodes=2", "--gpus=3", "--", ASKED, str(tmp_path), "0")
+        until(lambda: ended(bed, job), "the job has ended")
+        assert exit_code(bed, job) == "2:0"
+        out = (tmp_path / f"slurm-{job}.out").read_text()
+        assert "--gpus=3: Slurm spreads them unevenly over 2 nodes" in out

@@ -1,11 +1,13 @@
-"""A Session's training on the stand-in GPU whose operators compute: DDP or FSDP2 over NCCL, the host runs ahead.
+"""A Session's training: DDP or FSDP2 over NCCL, whose host runs ahead; on the stand-in GPU, or one that is there.
 
     python session.py STEPS FOLDER
 
 Each rank adds ``step loss time`` to ``FOLDER/losses-RANK`` once its device has the loss, so that the host is up to
-three steps ahead, and ``incarnation step`` to ``FOLDER/begun-RANK`` for each step that it begins with. In the
-environment: ``LAYOUT`` is "ddp" or "fsdp2"; all ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with
-``GATE=none`` the optimizer's kernels stand behind no gate, and keepstep does not know it.
+three steps ahead, ``incarnation step process`` to ``FOLDER/begun-RANK`` whenever it begins, and
+``incarnation process time`` to ``FOLDER/trained-RANK`` once its device has the loss of that step. A rank plays the
+fault in ``FOLDER/order-RANK`` in the step in which it finds it. In the environment: ``LAYOUT`` is "ddp" or "fsdp2"; all
+ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with ``GATE=none`` the optimizer's kernels stand behind no
+gate, and keepstep does not know it; ``BALLAST_GB`` is memory of the device that each rank takes besides.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmarks.stand_in.device import Device, compute_values
+from benchmarks.gpu.device import RealDevice, take_device
+from benchmarks.stand_in.device import Device, compute_values, is_stand_in
 from benchmarks.stand_in.faults import Script
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +32,7 @@ from keepstep.session.device_gate import DeviceGate
 AHEAD = 3  # steps
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
 WAIT_AT = int(os.environ.get("WAIT_AT", "-1"))
+BALLAST_BYTES = int(float(os.environ.get("BALLAST_GB", "0")) * 2**30)
 
 
 class Data:
@@ -72,24 +76,30 @@ def model_of(layout: str) -> torch.nn.Module:
 
     for layer in (layers[0], layers[2]):
         fully_shard(layer)
-    return fully_shard(layers)
+    fully_shard(layers)
+    return layers
 
 
 @keepstep.resilient
 def train(session: keepstep.Session, total: int, folder: Path) -> None:
     torch.manual_seed(7)
-    script = Script.from_environment(Device(), session.rank)
+    device = Device() if is_stand_in() else RealDevice(0)
+    script = Script.from_environment(device, session.rank)
     stream = torch.cuda.current_stream().cuda_stream
+    ballast = torch.empty(BALLAST_BYTES, dtype=torch.uint8, device="cuda")
     model = model_of(os.environ.get("LAYOUT", "ddp"))
+    if isinstance(device, RealDevice):
+        device.load(one for one in model.modules() if isinstance(one, torch.nn.Linear))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     data = Data(session.rank)
     start = session.restore(model=model, optimizer=optimizer, data=data)
-    note(folder / f"begun-{session.rank}", session.incarnation, start)
+    note(folder / f"begun-{session.rank}", session.incarnation, start, os.getpid())
     path, late = folder / f"losses-{session.rank}", deque[Loss]()
     for step in session.steps(start, total):
         while step == WAIT_AT and not (folder / "go").exists():
             time.sleep(0.02)
         script.begin(step, stream)
+        script.obey(folder / f"order-{session.rank}", step)
         x = data.batch().pin_memory().cuda(non_blocking=True)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         script.at(step, "backward")
@@ -98,9 +108,13 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         late.append(on_its_way(step, loss))
-        note_losses(path, late, AHEAD)
+        note_losses(path, late, AHEAD if step > start else 0)
+        if step == start:
+            words = session.incarnation, os.getpid(), f"{time.time():.4f}"
+            note(folder / f"trained-{session.rank}", *words)
         time.sleep(PAUSE_S)
     note_losses(path, late, 0)
+    del ballast
 
 
 def note_losses(path: Path, late: deque[Loss], most: int) -> None:
@@ -120,7 +134,7 @@ if __name__ == "__main__":
     compute_values()
     if os.environ.get("GATE") == "none":
         DeviceGate._before_step = lambda self, *_: setattr(self, "stands", True)  # pyright: ignore
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("nccl")
     train(int(sys.argv[1]), Path(sys.argv[2]))
     dist.destroy_process_group()

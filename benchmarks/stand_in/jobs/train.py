@@ -71,11 +71,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    if arguments.real:
-        take_device(local_rank, int(os.environ["WORLD_SIZE"]))
-    else:
+    if not arguments.real:
         compute_values()
-        torch.cuda.set_device(local_rank)
+    take_device(local_rank, int(os.environ["WORLD_SIZE"]))
     if arguments.tell_parameters:
         torch.manual_seed(0)  # the device's generator has a random seed otherwise
     dist.init_process_group(arguments.backend, timeout=timedelta(seconds=arguments.timeout_s))

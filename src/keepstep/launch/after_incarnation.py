@@ -122,6 +122,7 @@ async def after_all_nodes(
     parts.run.warn(f"{why}: this node ends")
     failed = outcome.kind == "failed"
     ended = _explain(parts, outcome) if failed else replace(outcome, kind="failed")
+    course.stop_kind = "node-lost"
     return replace(ended, code=TEMPORARY_FAILURE, reason=f"{why}; {ended.reason}")
 
 

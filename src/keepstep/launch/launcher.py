@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.core.descriptors import raise_limit
-from keepstep.core.errors import KeepstepError
-from keepstep.core.exit_codes import UNUSABLE
+from keepstep.core.errors import KeepstepError, LostJobError
+from keepstep.core.exit_codes import TEMPORARY_FAILURE, UNUSABLE
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.process_mark import machine_mark
@@ -105,6 +105,10 @@ class Launcher:
             outcome = await self._incarnations(place)
         except EndedEarly as early:
             outcome = early.outcome
+        except LostJobError as error:
+            self._run.warn(f"{error}: this node ends")
+            self._course.stop_kind = "node-lost"
+            outcome = Outcome("failed", TEMPORARY_FAILURE, str(error))
         except KeepstepError as error:
             self._run.warn(str(error))
             outcome = Outcome("failed", UNUSABLE, str(error))

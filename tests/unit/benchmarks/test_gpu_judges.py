@@ -7,17 +7,25 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks._report import Report
+from benchmarks.gpu import __main__ as bench_of_gpu
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.judge import (
     COLLECTIVE,
     ENQUEUED,
     FAILED,
     TIMED,
+    Look,
+    added,
     beside,
     collectives,
+    freed,
     goings_back,
     incomplete,
     last_words,
     measuring_adds,
+    synchronisations,
+    until_next_step,
 )
 
 from keepstep.core.events import Flag, Kind
@@ -91,3 +99,80 @@ def test_measured_steps_are_laid_beside_those_around_them():
     measured = [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4 + [False] * 2
     assert measuring_adds(times, measured) == pytest.approx([0.1, 0.2])
     assert measuring_adds(times, [True] * len(times)) == []
+
+
+def test_what_the_first_of_each_pair_takes_more():
+    mean, low, high = added([(3.0, 1.0), (5.0, 3.0), (4.0, 2.0)])
+    assert (mean, low, high) == (2.0, 2.0, 2.0)
+    mean, low, high = added([(2.0, 1.0), (4.0, 1.0)])
+    assert low < 1 < mean == 2 < 3 < high
+
+
+def wait(kind, stream, awaited=None):
+    args = {"cuda_sync_kind": kind, "stream": stream, "wait_on_stream": awaited}
+    return {"cat": "cuda_sync", "args": args}
+
+
+def test_only_waits_that_concern_streams_with_kernels_hold_up_the_training():
+    trace = [
+        {"cat": "kernel", "args": {"stream": 7}},
+        {"cat": "gpu_memcpy", "args": {"stream": 20}},
+        {"cat": "cpu_op"},
+        wait("Stream Wait Event", 20, 7),  # a copy's stream waits for the training's
+        wait("Event Sync", -1, 20),
+        wait("Stream Sync", 20),
+    ]
+    ours = (
+        "waits put on the training's streams",
+        "the host's waits for them",
+        "the host's waits for events of unknown streams",
+    )
+    assert synchronisations(trace) == dict.fromkeys(ours, 0)
+    trace += [wait("Stream Wait Event", 7, 20), wait("Event Sync", -1, 7), wait("Stream Sync", 7)]
+    trace += [wait("Context Sync", -1), wait("Event Sync", -1, -1)]
+    assert synchronisations(trace) == dict(zip(ours, (1, 3, 1), strict=True))
+
+
+def test_when_a_killed_process_has_left_the_gpu():
+    looks = [
+        Look(9.0, 100, frozenset({1, 2})),
+        Look(10.1, 100, frozenset({1, 2})),
+        Look(10.2, 100, frozenset({2})),
+        Look(10.3, 190, frozenset({2})),
+        Look(10.4, 120, frozenset({2, 3})),  # its successor
+    ]
+    found = freed(looks, 1, 10.0, 100)
+    assert found == {"not listed (s)": pytest.approx(0.2), "memory free (s)": pytest.approx(0.3)}
+    assert freed(looks, 5, 10.0, 100) == {"memory free (s)": pytest.approx(0.3)}
+    assert freed(looks, 1, 10.0, 200) == {"not listed (s)": pytest.approx(0.2)}
+    assert freed([], 1, 10.0, 1) == {}
+
+
+def test_a_job_has_recovered_when_all_ranks_have_made_a_step_of_one_incarnation():
+    trained = [{0: 1.0, 1: 12.0}, {0: 1.5, 1: 11.5, 2: 20.0}]
+    assert until_next_step(10.0, trained) == 2.0
+    assert until_next_step(11.8, trained) is None
+    assert until_next_step(13.0, trained) is None
+    assert until_next_step(13.0, [{**trained[0], 2: 19.0}, trained[1]]) == 7.0
+
+
+def left_for_parts(monkeypatch, folder, seconds):
+    """What each of two parts has left of the time, and which are left out; the second is due 300 s of 500."""
+    seen = {}
+    shares = {"first": 200, "second": 300}
+
+    def part(name):
+        return bench_of_gpu.Part(lambda bench: seen.update({name: round(bench.left_s())}), shares[name])
+
+    monkeypatch.setattr(bench_of_gpu, "PARTS", {name: part(name) for name in shares})
+    bench = Bench(Report("gpu", quick=True), folder, device="cuda", quick=True, seconds=seconds)
+    bench_of_gpu.run_parts(bench, list(shares), bench_of_gpu.WHOLE_S)
+    return seen, [one["name"] for one in bench.report.left_out]
+
+
+def test_a_part_has_what_is_left_but_for_the_shares_of_those_after_it(monkeypatch, tmp_path):
+    assert left_for_parts(monkeypatch, tmp_path, 520) == ({"first": 220, "second": 520}, [])
+
+
+def test_a_part_for_which_too_little_is_left_is_left_out(monkeypatch, tmp_path):
+    assert left_for_parts(monkeypatch, tmp_path, 440) == ({"second": 440}, ["first"])
