@@ -98,16 +98,6 @@ def test_the_command_that_submits(bed: SlurmBed, page: str, holds: str) -> None:
 
 
 @pytest.mark.long
-def test_srun_alone(bed: SlurmBed) -> None:
-    (bed.folder / "hurry").touch()
-    done = bed.run(
-        "salloc", "--nodes=3", "sh", "-c", command("howto/slurm.md", "srun --ntasks-per-node=1 keepstep")
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(begun(bed)) == [0, 1]
-
-
-@pytest.mark.long
 def test_the_rule_at_the_end_of_a_batch_script_starts_the_job_again(bed: SlurmBed) -> None:
     header = "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=8 --time=1 --signal=TERM@10 --requeue --open-mode=append\n"
     job = batch(bed, header + fence("reference/exit-codes.md", "bash", "scontrol requeue"))
