@@ -19,6 +19,7 @@ from keepstep.core.log_lines import one_line
 from keepstep.launch.command import flags
 from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.launch.schedulers.slurm import job_of, nodes_in
+from keepstep.launch.slurm_batch_host import REQUEUES
 from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
         drain=drain,
     )
+    environ[REQUEUES] = "1" if "--requeue" in own else ""
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say, srun_flags=srun_flags)
     if "--dry-run" in own:
         orders_told = [f"# {one_line(line)}" for line in orders.possible(requeues="--requeue" in own)]

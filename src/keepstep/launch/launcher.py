@@ -117,6 +117,11 @@ class Launcher:
         self._orders.unwatch_lease()
         return await say_goodbye(self._parts, outcome)
 
+    @property
+    def knows_the_end(self) -> bool:
+        """Whether the controller is on this node, so that it has written ``end.json``."""
+        return self._controller.is_here
+
     # Before the workers run.
 
     async def _find_place(self) -> Place:
@@ -286,7 +291,11 @@ class Launcher:
             end_s = signals.end_time(os.environ, self._job.end_unix_s)
             said = self._crew.said
             sender, in_pod = signals.sender_of(number), is_pod(os.environ)
-            course.ending = signals.ending(number, sender, end_s, time.time(), said, in_pod=in_pod)
+            course.ending = signals.ending(
+                *(number, sender, end_s, time.time(), said),
+                in_pod=in_pod,
+                preempted=lambda: signals.preemption_of(os.environ),
+            )
             leaves = course.ending.of_pod and course.together
             what = "this node leaves the job" if leaves else "the job ends"
             self._run.say(f"{course.ending.text}: {what}")

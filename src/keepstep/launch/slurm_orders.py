@@ -224,7 +224,7 @@ class SlurmOrders:
         if fault in self._waiting:
             self._waiting.remove(fault)
         if fault.kind == "lost" and not (
-            await _is_unreachable(shown) and await self._reaches_another(fault.node)
+            await is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
             return
         self._done.add(fault.node)
@@ -273,13 +273,13 @@ class SlurmOrders:
         """
         for node in [one for one in reversed(self._nodes) if one not in (lost, *self.bad)][:_TRIES]:
             shown = await output_of("scontrol", "show", "node", node)
-            if shown and not await _is_unreachable(shown):
+            if shown and not await is_unreachable(shown):
                 return True
         return False
 
 
 def _is_somebody_elses(shown: str) -> bool:
-    """Whether a node is drained, or down for a reason that somebody gave. ``shown``: as `_is_unreachable` has it.
+    """Whether a node is drained, or down for a reason that somebody gave. ``shown``: as `is_unreachable` has it.
 
     A node that is only down comes back to other jobs once it answers (ReturnToService of slurm.conf).
     """
@@ -291,7 +291,7 @@ def _is_somebody_elses(shown: str) -> bool:
     return "DOWN" in words and reason is not None and reason[1] not in _SLURMS_OWN
 
 
-async def _is_unreachable(shown: str) -> bool:
+async def is_unreachable(shown: str) -> bool:
     """Whether a node's daemon of Slurm's cannot be reached. ``shown``: what ``scontrol show node`` says."""
     address = re.search(r"\bNodeAddr=(\S+)", shown)
     port = re.search(r"\bPort=(\d+)", shown)

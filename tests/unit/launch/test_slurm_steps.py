@@ -82,7 +82,7 @@ def test_a_launcher_that_a_new_run_has_left_behind_is_started_again(
         tmp_path / "srun",
         f"""cd {tmp_path}
 for word; do case $word in --nodelist=*) node=${{word#*=}};; esac; done
-if [ $node = n1 ]; then while [ ! -e begun ]; do sleep 0.1; done; fi
+if [ $node = n1 ]; then while [ ! -s begun ]; do sleep 0.1; done; fi
 echo $node >> begun
 runs=$(grep -c n0 begun)
 case $node$runs in
