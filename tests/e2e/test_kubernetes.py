@@ -6,6 +6,7 @@ What the Job's controller does then, by the rules of ``deploy/kubernetes/job.yam
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -127,10 +128,17 @@ def test_a_killed_launchers_pod_alone_comes_again_and_none_once_the_script_has_f
     training = Training(bed, steps=2000)
     training.job.follow()
     made = {one["metadata"]["uid"] for one in training.job.pods()}
+    before = training.step(1)
     training.container(1).kill(signal.SIGKILL)
     until(lambda: len(training.job.pods()) == 5, "its pod is made again", 60)
     assert made < {one["metadata"]["uid"] for one in training.job.pods()}
-    until(lambda: len(training.nodes(1)) == 2, "the spare has its rank", 60)
+    until(lambda: training.step(1) >= before + 5, "the spare or the new pod has its rank", 60)
+    new = bed.kubelets.find(training.job.pod(1)["metadata"]["name"])
+    until(
+        lambda: re.search("is a spare|rank 1 of 3", new.container.log()),
+        "the new pod is one of the job's",
+        60,
+    )
     (training.folder / "raise-0").touch()
     codes = training.ended(5)
     training.job.stop()
