@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Fault = Literal["healthy", "rank-killed", "hardware", "node-lost"]
-FAULTS: tuple[Fault, ...] = ("hardware", "hardware", "hardware", "node-lost", "rank-killed")
+Fault = Literal["healthy", "rank-killed", "hardware", "node-lost", "slow-node"]
+FAULTS: tuple[Fault, ...] = ("hardware", "hardware", "hardware", "node-lost", "slow-node", "rank-killed")
 _HEALTHY_EACH = 8  # of so many seeds one is healthy
 _AWAY_OF = 4  # of so many hardware faults one comes while the API server is away
 
@@ -27,13 +27,18 @@ class KubePlan:
 
     @property
     def condition(self) -> str:
-        """The condition that the victim's node is to get; empty: none."""
-        return {"hardware": "KeepstepHardware", "node-lost": "KeepstepLost"}.get(self.fault, "")
+        """The condition that the victim's node is to get; empty: none, as where no spare stands in for a slow one."""
+        found = {"hardware": "KeepstepHardware", "node-lost": "KeepstepLost", "slow-node": "KeepstepFailSlow"}
+        return found.get(self.fault, "") if self.spare or self.fault != "slow-node" else ""
 
     @property
     def taint(self) -> str:
         """The key of the taint that it is to get; empty: none."""
-        return {"hardware": "keepstep.dev/hardware", "node-lost": "keepstep.dev/lost"}.get(self.fault, "")
+        return {
+            "KeepstepHardware": "keepstep.dev/hardware",
+            "KeepstepLost": "keepstep.dev/lost",
+            "KeepstepFailSlow": "keepstep.dev/fail-slow",
+        }.get(self.condition, "")
 
 
 def plan_of(seed: int) -> KubePlan:
@@ -41,14 +46,16 @@ def plan_of(seed: int) -> KubePlan:
     draw = random.Random(seed)
     fault = draw.choice(FAULTS) if seed % _HEALTHY_EACH else "healthy"
     nodes = draw.choice((2, 3))
+    api_away = draw.randrange(_AWAY_OF) == 0 and fault == "hardware"
     return KubePlan(
         seed=seed,
         fault=fault,
-        spare=draw.random() < 0.7,
+        # While the API server is away only a spare can stand in for a node.
+        spare=draw.random() < 0.7 or api_away,
         nodes=nodes,
         ranks=draw.choice((1, 2)),
         # The first node's controller moves when three nodes are there to agree, so that it is not lost here.
         victim=draw.randrange(1, nodes),
         at_step=draw.randint(8, 20),
-        api_away=draw.randrange(_AWAY_OF) == 0 and fault == "hardware",
+        api_away=api_away,
     )

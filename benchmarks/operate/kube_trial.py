@@ -27,9 +27,8 @@ MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
 NAME = "train"
 _AWAY_S = 60.0
-_SLOWER_S = 3.0  # of pause after a step
 _PATIENCE_S = 150.0
-_END_S = 240.0  # the operator itself waits two minutes for pods that have not ended with the others
+_END_S = 240.0  # the operator itself may wait two minutes for pods that have not ended with the others
 _ITS_NODE, _KEPT = "n6", "example.com/control"
 _XID = (
     "NVRM: Xid (PCI:0000:3b:00): 48, pid=77, name=python, An uncorrectable double bit error (DBE) has been "
@@ -85,7 +84,7 @@ class KubeTrial:
         self.node, self._index = "", ""
         self._hurt_s = 0.0
         self._steps_away: int | None = None
-        self._bystander = ""
+        self._bystander, self._victim = "", ""  # the uids of two pods on the node
         self.watching = Watching(bed.api)
         install(bed)
 
@@ -96,12 +95,15 @@ class KubeTrial:
         rank = self.plan.victim * self.plan.ranks
         self.node = self._lines(rank)[-1].split()[3]
         if self.plan.fault != "healthy":
-            self._pace(_SLOWER_S)  # so that the job has not ended before all that is looked at
             self._hurt(rank)
         if self.plan.taint:
-            until(lambda: (self.node, self.plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             until(lambda: len(self._others()) == OTHERS, "pods of others", _PATIENCE_S)
-        self._pace(PAUSE_S)
+            until(self._replaced, "the victim's pod on another node", _PATIENCE_S)
+        if self.plan.fault == "slow-node" and not self.plan.taint:
+            until(self._verdict, "the slow node is named", _PATIENCE_S)
+        step = self._step() + 10
+        until(lambda: self._step() >= step, "the job trains on", _PATIENCE_S)
+        (self.work / "enough").touch()
         until(lambda: self._job().get("phase") in ("Succeeded", "Failed"), "the job is over", _END_S)
 
     def seen(self) -> Seen:
@@ -113,7 +115,8 @@ class KubeTrial:
         if due is not None and self.plan.fault == "node-lost":
             due = max(due, watching.unready.get(node, due))
         taint = watching.taints.get((node, self.plan.taint))
-        evicted = watching.deleted.get(self._bystander)
+        if self.plan.fault == "slow-node":
+            due = self._stood_in_s()
         status = self._job()
         pods = self.bed.api.get(PODS, labelSelector=f"keepstep.dev/job={NAME}")["items"]
         operator = [one for one in self.bed.kubelets.pods.values() if "operator" in one.name]
@@ -124,7 +127,8 @@ class KubeTrial:
             taints=watching.of_nodes(watching.taints),
             named=verdict[0] if verdict else "",
             condition_s=_apart(due, condition),
-            eviction_s=_apart(taint, evicted),
+            left_s=_apart(taint, watching.left.get(self._victim)),
+            bystander_left=self._bystander in watching.left,
             replaced_on=self._replaced(),
             others_on=self._others(),
             steps_away=self._steps_away,
@@ -155,6 +159,7 @@ class KubeTrial:
         plan, bed = self.plan, self.bed
         victim = self._pod_on(self.node)
         self._index = victim.pod["metadata"]["labels"]["keepstep.dev/index"]
+        self._victim = victim.pod["metadata"]["uid"]
         self._bystander = self._stand_by()
         if plan.api_away:
             bed.stop_api()
@@ -166,6 +171,8 @@ class KubeTrial:
             (self.work / f"break-{self.node}").touch()
         elif plan.fault == "node-lost":
             bed.kubelets.lose(self.node)
+        elif plan.fault == "slow-node":
+            (self.work / f"slow-{self.node}").touch()
         else:
             os.kill(victim.pid_of(f"RANK={rank}"), signal.SIGKILL)
         if plan.api_away:
@@ -177,9 +184,10 @@ class KubeTrial:
             for number in range(OTHERS):
                 self._make_pod(f"other-{number}", {})
 
-    def _pace(self, pause_s: float) -> None:
-        (self.work / ".pause").write_text(str(pause_s))
-        (self.work / ".pause").replace(self.work / "pause")
+    def _stood_in_s(self) -> float | None:
+        """When another node made the first step of the victim's first rank (Unix time)."""
+        lines = [line.split() for line in self._lines(self.plan.victim * self.plan.ranks)]
+        return next((float(line[2]) for line in lines if line[3] != self.node), None)
 
     def _stand_by(self) -> str:
         """Start a pod of somebody else on the victim's node; its uid."""
@@ -221,13 +229,14 @@ class KubeTrial:
 
     def _verdict(self) -> tuple[str, float] | None:
         """The node that an incident blames for the fault, and when that was known."""
+        kind = "slow" if self.plan.fault == "slow-node" else "crash"
         cause = "node lost" if self.plan.fault == "node-lost" else ""
-        for path in sorted(
-            (self.bed.folder / "pods").glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json")
-        ):
+        folders = (self.bed.folder / "pods").glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json")
+        for path in sorted(folders):
             incident = json.loads(path.read_text())
             for one in incident["culprits"]:
-                if one.get("node") and one.get("cause", "") in (cause or one.get("cause", ""), cause):
+                named = one.get("node") and (not cause or one.get("cause") == cause)
+                if incident["kind"] == kind and named:
                     return one["node"], incident["detected_unix_s"]
         return None
 

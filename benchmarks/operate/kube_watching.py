@@ -23,7 +23,7 @@ class Watching:
         self.conditions: dict[tuple[str, str], float] = {}  # node, type
         self.taints: dict[tuple[str, str], float] = {}  # node, key
         self.unready: dict[str, float] = {}
-        self.deleted: dict[str, float] = {}  # by a pod's uid
+        self.left: dict[str, float] = {}  # by a pod's uid: when it was told to end, or had ended
         self.bound: dict[str, tuple[float, str, str]] = {}  # by a pod's uid: when, its index, its node
         for path, changed in (("nodes", self._node), ("pods", self._pod)):
             threading.Thread(target=self._follow, args=(path, changed), daemon=True).start()
@@ -62,8 +62,8 @@ class Watching:
 
     def _pod(self, one: Object) -> None:
         meta, now_s = one["metadata"], time.time()
-        if "deletionTimestamp" in meta:
-            self.deleted.setdefault(meta["uid"], now_s)
+        if "deletionTimestamp" in meta or one["status"].get("phase") in ("Succeeded", "Failed"):
+            self.left.setdefault(meta["uid"], now_s)
         if node := one["spec"].get("nodeName"):
             index = meta.get("labels", {}).get("keepstep.dev/index", "")
             self.bound.setdefault(meta["uid"], (now_s, index, node))

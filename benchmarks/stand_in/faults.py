@@ -40,7 +40,7 @@ What = Literal[
     "illegal-address",  # a kernel in phase `where` fails
     "ecc",  # the same, by the memory's fault
     "die",  # it is killed in phase `where`
-    "raise",  # it raises an error in phase `where`
+    "raise",  # its script raises an error in phase `where`
     "save",  # it writes a checkpoint for `value` seconds in phase `where`
     "evaluate",  # it evaluates another model for `value` seconds
 ]
@@ -151,7 +151,7 @@ class Script:
             elif fault.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.what == "raise":
-                raise RuntimeError("the bench told this rank to fail")
+                raise ValueError("this batch has no label")
             elif fault.what == "save":
                 _save(fault.value)
             elif fault.what == "evaluate":

@@ -55,6 +55,11 @@ class Operated:
         self.folder.mkdir()
         self.folder.chmod(0o1777)
 
+    def define_jobs(self) -> None:
+        """Install the definition of training jobs anew."""
+        self.api.apply((OPERATOR / "crd.yaml").read_text())
+        until(self._knows_jobs, "the CRD is served")
+
     def start(self, *flags: str) -> subprocess.Popen[bytes]:
         """Start an operator."""
         command = [sys.executable, "-m", "keepstep.cli", "operator", "--namespace=default", *flags]

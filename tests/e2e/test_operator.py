@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.certificates import certificates
 from tests.e2e import kube_bed
+from tests.e2e.kube_api import MERGE
 from tests.e2e.kube_bed import until
-from tests.e2e.operated_jobs import Operated
+from tests.e2e.operated_jobs import JOBS, PODS, Operated
 from tests.warm.warm_fork import ROOM
 
 TLS_FILES = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingjobs.keepstep.dev"
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 
@@ -198,3 +202,35 @@ def test_a_lost_nodes_pod_is_forgotten_and_comes_elsewhere_at_once(cluster: Oper
     status = cluster.status()
     assert (status["phase"], status.get("attempt", 0), status["excludedNodes"]) == ("Running", 0, [lost])
     assert lost in status["formerNodes"]
+
+
+@pytest.mark.long
+def test_an_old_definition_a_stuck_deletion_and_no_definition_at_all(cluster: Operated) -> None:
+    """Each is told, and ended by whoever mends it; the operator goes on."""
+    versions = cluster.api.get(DEFINITION)["spec"]["versions"]
+    older = copy.deepcopy(versions)
+    del older[0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["attempt"]
+    cluster.api.patch(DEFINITION, {"spec": {"versions": older}}, MERGE)
+    cluster.start()
+    cluster.make(["-c", "sleep 1000"], command=["sh"], nodes=2, spares=0)
+    until(lambda: cluster.status().get("phase") == "Running", "the job runs", 60)
+    until(
+        lambda: "TrainingJob is older than this operator, and drops attempt" in cluster.said(), "that is told"
+    )
+    cluster.api.patch(DEFINITION, {"spec": {"versions": versions}}, MERGE)
+
+    cluster.change({"metadata": {"finalizers": ["example.com/stuck"]}})
+    cluster.api.delete(f"{JOBS}/train")
+    until(lambda: "deletionTimestamp" in cluster.job()["metadata"], "it is to be deleted")
+    cluster.api.delete(f"{PODS}/train-1")
+    until(lambda: "train-1" not in cluster.pods(), "the pod is gone", 60)
+    time.sleep(3)  # looks of the operator
+    assert cluster.said().count("make pod default/train-1") == 1
+    cluster.change({"metadata": {"finalizers": None}})
+    until(lambda: not cluster.pods(), "Kubernetes has cleaned up", 60)
+
+    cluster.api.delete(DEFINITION)
+    until(lambda: "is the CRD installed?" in cluster.said(), "that is told", 60)
+    cluster.define_jobs()
+    cluster.make(["-c", "sleep 1000"], command=["sh"], nodes=2, spares=0)
+    until(lambda: cluster.status().get("phase") == "Running", "another job runs", 90)

@@ -3,7 +3,7 @@
     python session.py STEPS FOLDER
 
 Each rank adds ``step loss time`` to ``FOLDER/losses-RANK`` once its device has the loss, so that the host is up to
-three steps ahead, ``incarnation step`` to ``FOLDER/begun-RANK`` for each step that it begins with, and
+three steps ahead, ``incarnation step process`` to ``FOLDER/begun-RANK`` whenever it begins, and
 ``incarnation process time`` to ``FOLDER/trained-RANK`` once its device has the loss of that step. A rank plays the
 fault in ``FOLDER/order-RANK`` in the step in which it finds it. In the environment: ``LAYOUT`` is "ddp" or "fsdp2"; all
 ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with ``GATE=none`` the optimizer's kernels stand behind no
@@ -92,7 +92,7 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     data = Data(session.rank)
     start = session.restore(model=model, optimizer=optimizer, data=data)
-    note(folder / f"begun-{session.rank}", session.incarnation, start)
+    note(folder / f"begun-{session.rank}", session.incarnation, start, os.getpid())
     path, late = folder / f"losses-{session.rank}", deque[Loss]()
     for step in session.steps(start, total):
         while step == WAIT_AT and not (folder / "go").exists():

@@ -39,8 +39,8 @@ FORGET_S = 30.0
 """For so long a pod is waited for that is to end on a node that is not heard."""
 GONE_S = 60.0
 """A controller that has not answered for so long is gone, unless it cannot be asked at all."""
-FINISH_S = 120.0
-"""For so long after the first pod's end the others are waited for."""
+FINISH_S, LATE_S = 120.0, 10.0
+"""For so long after the first pod's end the others are waited for; once as many have finished as train, the second."""
 _AGAIN_S, _LONGEST_S = 5.0, 300.0
 """A pod that ended with 75 is made again after the first time, doubled each time up to the second."""
 _MOST_FORMER = 1000
@@ -139,7 +139,9 @@ class _Plan:
         if failed is not None:
             self._end("Failed", _reason(failed), failed.text)
         elif finished:
-            if self._active and self._since.seconds("finishing") <= FINISH_S:
+            # Who has not ended by then may have come too late to be told that the job is over.
+            wait_s = FINISH_S if len(finished) < self._job.spec.nodes else LATE_S
+            if self._active and self._since.seconds("finishing") <= wait_s:
                 self._stands("Running", "Finishing", "")
             elif stopped is not None:
                 self._end("Failed", _reason(stopped), stopped.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ from keepstep.kubernetes.job_plan import Seen, reconcile
 from keepstep.kubernetes.lease_election import LEASE_S, Election
 from keepstep.kubernetes.mirror import Mirror
 from keepstep.kubernetes.objects import ENDS, JOB, WATCH, Meta, Node, Pod, Remedy, TrainingJob
+from keepstep.kubernetes.rounds import Rounds
 from keepstep.kubernetes.since import Since
 from keepstep.launch.schedulers.node_faults import DrainBudget
 
@@ -47,7 +48,7 @@ _LEAST_S = 0.2
 """Least time between two looks."""
 _REPORT_S = 2.0
 """Time between two statuses of one job that nothing depends on."""
-_ASK_S = 5.0
+_ASK_LOOK_S = 0.1
 _LEASE_LOOK_S = 1.0
 _SAY_S = 30.0
 """For so long a job of another maker has not been heard before an Event says so."""
@@ -62,6 +63,7 @@ _HINT = "is the CRD installed? kubectl apply -k deploy/kubernetes/operator"
 
 JobKey: TypeAlias = tuple[str, str]
 _Question: TypeAlias = Callable[[], Awaitable[None]]
+_Questions: TypeAlias = Callable[[Collection[JobKey]], dict[JobKey, _Question]]
 
 
 class Speaker:
@@ -160,7 +162,8 @@ class Operator:
         """Work until told to stop."""
         mirrors = [self._nodes, *self._jobs, *self._pods, *self._others, *self._services]
         loops = [*(one.run() for one in mirrors), self._look_on()]
-        loops += [self._ask_on(self._due), self._ask_on(self._due_watched)]
+        loops.append(self._ask_on(lambda: self._known, self._questions))
+        loops.append(self._ask_on(lambda: self._known_watched, self._questions_to_watched))
         if not self._dry_run:
             loops.append(self._stand_for_election())
         tasks = [asyncio.ensure_future(one) for one in loops]
@@ -400,40 +403,64 @@ class Operator:
 
     # --- asking the jobs --------------------------------------------------------------------------------------------
 
-    async def _ask_on(self, due: Callable[[], list[_Question]]) -> None:
-        asking = asyncio.Semaphore(_AT_ONCE)
+    async def _ask_on(self, known: Callable[[], dict[JobKey, _Known]], questions: _Questions) -> None:
+        rounds, asking = Rounds[JobKey](), set[asyncio.Task[None]]()
 
-        async def in_turn(ask: _Question) -> None:
-            async with asking:
-                await ask()
-
-        while True:
-            await asyncio.sleep(_ASK_S)
-            if self.leads:
-                await asyncio.gather(*map(in_turn, due()))
+        async def ask(key: JobKey, known: _Known, question: _Question) -> None:
+            before = _gist(known)
+            try:
+                await question()
+            finally:
+                rounds.end(key, self._clock(), heard=known.interview.told is not None)
+            if _gist(known) != before:
                 self._changes.set()
 
-    def _due(self) -> list[_Question]:
-        found: list[_Question] = []
+        try:
+            while True:
+                await asyncio.sleep(_ASK_LOOK_S)
+                for task in [one for one in asking if one.done()]:
+                    asking.remove(task)
+                    task.result()
+                if not self.leads:
+                    continue
+                jobs, made = known(), questions(due := rounds.begin(known(), self._clock()))
+                for key in due:
+                    if key in made:
+                        asking.add(asyncio.ensure_future(ask(key, jobs[key], made[key])))
+                    else:
+                        rounds.end(key, self._clock(), heard=True)
+        finally:
+            for task in asking:
+                task.cancel()
+
+    def _questions(self, due: Collection[JobKey]) -> dict[JobKey, _Question]:
+        """What asks each of these jobs that is not over."""
+        found: dict[JobKey, _Question] = {}
         for jobs, pods in zip(self._jobs, self._pods, strict=True):
-            for key, job in jobs.found.items():
-                known = self._known.get(key)
-                if known is not None and job.status.phase not in ENDS:
+            for key in jobs.found.keys() & due:
+                job = jobs.found[key]
+                if job.status.phase not in ENDS:
                     own = [one for one in pods.found.values() if one.belongs_to(job.metadata.uid)]
-                    ask = known.interview.ask
-                    found.append(partial(ask, self._api, key[0], job.spec.secret_name, own))
+                    ask = self._known[key].interview.ask
+                    found[key] = partial(ask, self._api, key[0], job.spec.secret_name, own)
         return found
 
-    def _due_watched(self) -> list[_Question]:
-        found: list[_Question] = []
-        for mirror in self._others:
-            for key, pods in _watched(mirror).items():
-                known = self._known_watched.get(key)
-                if known is not None:
-                    job, doubt = watched.job_of(key, pods, {}), watched.doubt_of(pods)
-                    ask = known.interview.ask
-                    found.append(partial(ask, self._api, key[0], job.spec.secret_name, pods, doubt))
+    def _questions_to_watched(self, due: Collection[JobKey]) -> dict[JobKey, _Question]:
+        found: dict[JobKey, _Question] = {}
+        for mirror in self._others if due else ():
+            all_pods = _watched(mirror)
+            for key in all_pods.keys() & due:
+                pods = all_pods[key]
+                job, doubt = watched.job_of(key, pods, {}), watched.doubt_of(pods)
+                ask = self._known_watched[key].interview.ask
+                found[key] = partial(ask, self._api, key[0], job.spec.secret_name, pods, doubt)
         return found
+
+
+def _gist(known: _Known) -> object:
+    """What of a job's answer is acted upon at once; all else is seen at the next look."""
+    told = known.interview.told
+    return (told.state, told.faults) if told is not None else known.interview.trouble
 
 
 def _watched(mirror: Mirror[Pod]) -> dict[JobKey, list[Pod]]:

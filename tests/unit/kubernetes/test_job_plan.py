@@ -6,7 +6,7 @@ import pytest
 from tests.unit.kubernetes.virtual_cluster import VirtualCluster, training_job
 
 from keepstep.kubernetes.actions import EndPod, Make, Report
-from keepstep.kubernetes.job_plan import OUT_OF_SERVICE, reconcile
+from keepstep.kubernetes.job_plan import LATE_S, OUT_OF_SERVICE, reconcile
 
 SILENT = ("NoAnswer", "10.0.0.1:29400: refused")
 LOST = "keepstep: exit code 75 (infrastructure): a node was lost; nodes blamed: n[1-2]; incident 0003: CRASH"
@@ -418,3 +418,13 @@ def test_what_the_api_server_refuses_is_in_the_status() -> None:
     (report,) = [one for one in reconcile(seen) if isinstance(one, Report)]
     assert (report.status.phase, report.status.reason) == ("Pending", "Refused")
     assert report.status.message == seen.refused
+
+
+def test_who_came_too_late_to_be_told_of_the_end_is_not_waited_for_long() -> None:
+    cluster = running()
+    for name in ("train-0", "train-1", "train-2"):
+        cluster.end(name, 0)
+    cluster.settle(2)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Running", "Finishing")
+    cluster.settle(LATE_S + 1)
+    assert (cluster.status["phase"], cluster.status["reason"]) == ("Succeeded", "Finished")

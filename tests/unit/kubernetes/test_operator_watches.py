@@ -152,11 +152,12 @@ def test_a_job_whose_pods_are_gone_is_forgotten_once_all_namespaces_are_seen() -
     run(work)
 
 
-def test_only_jobs_that_are_known_are_asked() -> None:
+def test_only_jobs_that_are_due_are_asked() -> None:
     async def work(watching: Watching) -> None:
-        assert watching.operator._due_watched() == []
         await watching.look()
-        (ask,) = watching.operator._due_watched()
+        assert watching.operator._questions_to_watched([]) == {}
+        key = ("ml", "train")
+        ask = watching.operator._questions_to_watched([key])[key]
         assert ask.args[1:3] == ("ml", "keepstep")  # type: ignore[attr-defined]
 
     run(work)
