@@ -8,8 +8,10 @@ its nodes (make kubernetes).
     python -m benchmarks.operate --part PART --seeds 3,17,40-119 --out DIR
     python -m benchmarks.operate --part PART --summary --out DIR
 
-In Slurm a seed draws whether a rank or a launcher is killed, a node is lost, a Python error is raised or nothing
-happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks train. In
+In Slurm a seed draws whether a rank or a launcher is killed, a node is lost or slow, a Python error is raised or
+nothing happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks
+train. Only root may drain nodes: where a node is drained 20 queued jobs of one node each have to keep off it, while of
+an ordinary user's job its comment is looked at, and after a requeue its ``ExcNodeList``. In
 Kubernetes it draws whether a GPU breaks (the node's kernel says so), also while the API server is away, a node is lost,
 a rank is killed or nothing happens. A line of every seed, of failed ones too, is added to ``DIR/seeds.jsonl``. Of a
 seed that was run again the newest line counts in the summary, which names failed ones before it.

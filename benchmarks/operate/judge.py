@@ -23,7 +23,8 @@ class Seen:
     excluded: str  # ExcNodeList
     reasons: dict[str, str]  # of sinfo -R, without what Slurm itself says of nodes that do not answer
     named_node: str  # that an incident names as lost or slow
-    reason_s: float | None  # from its verdict, of a slow node its replacement, to the reason at Slurm
+    reason_s: float | None  # from its verdict, of a slow node the proof of it, to the reason at Slurm
+    proven_s: float | None  # from the line about a slow node's replacement to the proof that it was the node
     replaced: bool
     again_s: float | None  # from the line about the replacement to the first new step
     queued_on: list[str]  # nodes on which the queued jobs ran

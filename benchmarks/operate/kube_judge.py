@@ -25,7 +25,7 @@ class Seen:
     condition_s: (
         float | None
     )  # from the verdict to the condition; of a lost node, from when the cluster takes it for lost; of a
-    # slow one, from the first step that a spare made in its place
+    # slow one, from when the job was measured to be faster with a spare in its place
     left_s: float | None  # from the taint until the job's own pod has ended there, or is told to
     bystander_left: bool  # whether a pod of somebody else there was told to end
     replaced_on: list[str]  # nodes of pods with the victim's index that were made after the fault

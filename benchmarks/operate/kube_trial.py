@@ -22,6 +22,7 @@ from benchmarks.operate.kube_plans import KubePlan
 from benchmarks.operate.kube_watching import Watching
 from benchmarks.operate.rows import row_of
 from benchmarks.operate.trial import JOB, PAUSE_S, STEPS, losses_of
+from keepstep.core.incident import REPLACEMENT
 
 MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes/operator"
 JOBS = "/apis/keepstep.dev/v1alpha1/namespaces/default/trainingjobs"
@@ -83,6 +84,7 @@ class KubeTrial:
         self.work.chmod(0o1777)
         self.node, self._index = "", ""
         self._hurt_s = 0.0
+        self._proven_s: float | None = None
         self._steps_away: int | None = None
         self._bystander, self._victim = "", ""  # the uids of two pods on the node
         self.watching = Watching(bed.api)
@@ -116,7 +118,7 @@ class KubeTrial:
             due = max(due, watching.unready.get(node, due))
         taint = watching.taints.get((node, self.plan.taint))
         if self.plan.fault == "slow-node":
-            due = self._stood_in_s()
+            due = self._proven_s
         status = self._job()
         pods = self.bed.api.get(PODS, labelSelector=f"keepstep.dev/job={NAME}")["items"]
         operator = [one for one in self.bed.kubelets.pods.values() if "operator" in one.name]
@@ -179,15 +181,24 @@ class KubeTrial:
             time.sleep(_AWAY_S)
             self._steps_away = self._step() - before
             bed.start_api()
+        if plan.taint and plan.fault == "slow-node":
+            until(self._proven, "the job is faster with a spare", _PATIENCE_S)
         if plan.taint:
             until(lambda: (self.node, plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
             for number in range(OTHERS):
                 self._make_pod(f"other-{number}", {})
 
-    def _stood_in_s(self) -> float | None:
-        """When another node made the first step of the victim's first rank (Unix time)."""
-        lines = [line.split() for line in self._lines(self.plan.victim * self.plan.ranks)]
-        return next((float(line[2]) for line in lines if line[3] != self.node), None)
+    def _proven(self) -> bool:
+        """Whether an incident tells that the job is faster with a spare in the node's place; it is noted when."""
+        for path in self._incidents():
+            acted = json.loads(path.read_text())["actions"]
+            if any(one["name"] == REPLACEMENT and one["measured_iteration_s"] for one in acted):
+                self._proven_s = self._proven_s or time.time()
+        return self._proven_s is not None
+
+    def _incidents(self) -> list[Path]:
+        folders = self.bed.folder / "pods"
+        return sorted(folders.glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json"))
 
     def _stand_by(self) -> str:
         """Start a pod of somebody else on the victim's node; its uid."""
@@ -231,8 +242,7 @@ class KubeTrial:
         """The node that an incident blames for the fault, and when that was known."""
         kind = "slow" if self.plan.fault == "slow-node" else "crash"
         cause = "node lost" if self.plan.fault == "node-lost" else ""
-        folders = (self.bed.folder / "pods").glob("*/volumes/keepstep-run/train/incidents/[0-9]*.json")
-        for path in sorted(folders):
+        for path in self._incidents():
             incident = json.loads(path.read_text())
             for one in incident["culprits"]:
                 named = one.get("node") and (not cause or one.get("cause") == cause)

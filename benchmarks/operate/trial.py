@@ -18,6 +18,7 @@ from tests.e2e.slurm_bed import SlurmBed, slurm, until
 from benchmarks.operate.judge import Losses, Seen, faults
 from benchmarks.operate.plans import Plan
 from benchmarks.operate.rows import row_of
+from keepstep.core.incident import REPLACEMENT
 
 JOB = Path(__file__).with_name("job.py")
 STEPS = 2000  # at most: a trial has the job end soon after it trains again
@@ -82,6 +83,7 @@ class Trial:
             os.chown(self.work, _NOBODY, _NOBODY)
         self.job, self.node = "", ""
         self._told_unix_s: float | None = None
+        self._proven_unix_s: float | None = None
 
     @property
     def run_folder(self) -> Path:
@@ -95,6 +97,8 @@ class Trial:
         self._hurt()
         if self.plan.is_replaced:
             until(self._told, "a replacement is told", _PATIENCE_S)
+        if self.plan.is_replaced and self.plan.fault == "slow-node":
+            until(self._proven, "the job was measured to be faster with the spare", _PATIENCE_S)
         if self.plan.fault == "slow-node" and not self.plan.spare:
             until(lambda: self._named("slow"), "the slow node is named", _PATIENCE_S)
         step = self._step() + 10
@@ -119,8 +123,8 @@ class Trial:
         later = [float(line[2]) for _, line in _lines(self.work)]
         told = self._told_unix_s
         again = min((at for at in later if told is not None and at > told), default=None)
-        # A slow node is drained once a spare has its ranks, which is told.
-        verdict = told if kind == "slow" else named and named[1]
+        # A slow node is drained once the job is faster with a spare in its place, which the incident says.
+        verdict = self._proven_unix_s if kind == "slow" else named and named[1]
         reason = self._reason_unix_s()
         return Seen(
             slurm_exit=_word(shown, "ExitCode"),
@@ -134,6 +138,9 @@ class Trial:
             reasons=self._reasons(),
             named_node=named[0] if named else "",
             reason_s=None if reason is None or verdict is None else round(reason - verdict, 2),
+            proven_s=None
+            if told is None or self._proven_unix_s is None
+            else round(self._proven_unix_s - told, 2),
             replaced=told is not None,
             again_s=None if again is None or told is None else round(again - told, 2),
             queued_on=self._queued_on(),
@@ -210,6 +217,14 @@ class Trial:
             self._told_unix_s = time.time()
         return self._told_unix_s is not None
 
+    def _proven(self) -> bool:
+        """Whether an incident tells what the replacement did; it is noted when."""
+        for path in (self.run_folder / "incidents").glob("[0-9]*.json"):
+            acted = json.loads(path.read_text())["actions"]
+            if any(one["name"] == REPLACEMENT and one["measured_iteration_s"] for one in acted):
+                self._proven_unix_s = self._proven_unix_s or time.time()
+        return self._proven_unix_s is not None
+
     def _is_warm(self) -> bool:
         """Whether all nodes, spares too, have said that their standbys are warm."""
         return self._console().count("standbys are warm") >= self.plan.nodes + self.plan.spare
@@ -237,7 +252,10 @@ class Trial:
         return {node: why.strip() for node, why in found.items() if "Not responding" not in why}
 
     def _reason_unix_s(self) -> float | None:
-        """When Slurm has the reason: of the drain; of an ordinary user in the job's comment, or as ``ExcNodeList``."""
+        """When Slurm has the reason: of the drain; of an ordinary user in the job's comment.
+
+        Slurm takes an ``ExcNodeList`` of no job that runs, so that it is set only once the job is requeued.
+        """
         order = rf"update_node: node {self.node} reason set to: \[node_problem\]"
         if not self.plan.is_drained:
             order = r"_update_job: setting comment to \[node_problem\]"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -60,7 +61,7 @@ KillWait=5
 MinJobAge=300
 JobAcctGatherType=jobacct_gather/none
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP {partition}
 """
 
 
@@ -144,6 +145,12 @@ class SlurmBed:
         """The state of a node in ``sinfo``'s words."""
         return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").stdout.strip()
 
+    def told(self, job: str, name: str) -> str:
+        """What ``scontrol`` shows of a job under a name, as ``Restarts``; empty where there is nothing."""
+        shown = self.run("scontrol", "show", "job", job).stdout
+        found = re.search(rf"(?:^|\s){name}=(\S+)", shown)
+        return found[1] if found else ""
+
     def processes(self, node: str) -> dict[int, str]:
         """Command lines of the processes that run in job steps on a node, by process id."""
         found: dict[int, str] = {}
@@ -172,10 +179,14 @@ class SlurmBed:
     def lose_node(self, node: str) -> None:
         """Kill everything that runs on a node, with its daemon."""
         daemon = self.daemons.pop(node)
-        steps = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_stepd_of(path, node)]
-        for pid in (daemon.pid, *steps, *self.processes(node)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        host = os.readlink(
+            f"/proc/{daemon.pid}/ns/uts"
+        )  # with a name of its own: all below its slurmd are in it
+        lost = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_on(path, host)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # nobody there sees another one end
+            for pid in lost:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         daemon.wait()
 
 
@@ -215,11 +226,9 @@ def _in_other_linux(folder: Path, hosts: str) -> str:
     )
 
 
-def _is_stepd_of(path: Path, node: str) -> bool:
+def _is_on(process: Path, host: str) -> bool:
     with suppress(OSError):
-        return (
-            b"slurmstepd" in (path / "comm").read_bytes() and node.encode() in (path / "cmdline").read_bytes()
-        )
+        return os.readlink(process / "ns" / "uts") == host
     return False
 
 
@@ -232,8 +241,21 @@ def until(condition: Callable[[], object], what: str, patience_s: float = PATIEN
 
 
 @contextmanager
-def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[SlurmBed]:
-    """A cluster of so many nodes, on two switches; with ``gres`` each has eight GPUs that are not there."""
+def slurm(
+    folder: Path,
+    count: int = 6,
+    *,
+    gres: bool = False,
+    conf: Mapping[str, str] | None = None,
+    partition: str = "",
+) -> Iterator[SlurmBed]:
+    """A cluster of so many nodes, on two switches.
+
+    Args:
+        gres: whether each node has eight GPUs, which are not there.
+        conf: more settings of slurm.conf, or others than the bed's.
+        partition: more settings of the partition "all", and lines with other partitions.
+    """
     nodes = tuple(f"n{number}" for number in range(count))
     folder.chmod(0o755)
     for name in ("munge", "state"):
@@ -245,7 +267,8 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
         f"CPUs=64 RealMemory=8000{gpus}"
         for node, port in zip(nodes, ports, strict=False)
     )
-    conf = _CONF.format(
+    own = _CONF.format(
+        partition=partition,
         host=os.uname().nodename,
         ctl_port=ports[-1],
         folder=folder,
@@ -253,7 +276,13 @@ def slurm(folder: Path, count: int = 6, *, gres: bool = False) -> Iterator[Slurm
         gres="gpu" if gres else "",
         first_job=random.randrange(1, 9000),  # controllers of several beds on this host have other ports
     )
-    (folder / "slurm.conf").write_text(conf if gres else conf.replace("GresTypes=\n", ""))
+    kept = [
+        line
+        for line in own.splitlines()
+        if line != "GresTypes=" and line.partition("=")[0] not in (conf or {})
+    ]
+    others = [f"{name}={value}" for name, value in (conf or {}).items()]
+    (folder / "slurm.conf").write_text("\n".join([*others, *kept]) + "\n")
     for number in range(8 if gres else 0):
         (folder / f"gpu{number}").touch()  # stands for a device file
     (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n" if gres else "")

@@ -1,7 +1,8 @@
 """A stand-in for the controller of an indexed Job, which Kubernetes 1.20 does not have: it makes the Job's pods.
 
 They are made from ``deploy/kubernetes/job.yaml`` as it is, but for the command's numbers, script and volume. A pod that
-is gone, or has ended with 75 or 137, is made anew; that is what ``podReplacementPolicy: Failed`` and the rules say.
+is gone is made anew, and one that has ended by the manifest's own rules (``podFailurePolicy``, ``backoffLimit``). Where
+these fail the job nothing is made any more; the pods that run are left to themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from tests.e2e.kube_api import ApiError, KubeApi, Object
 
 _MANIFEST = Path(__file__).parents[2] / "deploy/kubernetes/job.yaml"
 _LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
-_AGAIN = (75, 137)
 SHARED = "/run/shared"
 _LOOK_S = 0.2
 PODS = "/api/v1/namespaces/default/pods"
@@ -45,7 +45,9 @@ class StandInJob:
     ) -> None:
         self._api, self.count, self.name = api, pods, name
         self._labels, self._annotations = dict(labels or {}), dict(annotations or {})
-        service, _ = yaml.safe_load_all(_MANIFEST.read_text())
+        service, manifest = yaml.safe_load_all(_MANIFEST.read_text())
+        self._spec = manifest["spec"]
+        self.has_failed = False
         self.template = template_of(words, shared)
         (main,) = self.template["spec"]["containers"]
         annotation = f"metadata.annotations['{_INDEX}']"
@@ -82,11 +84,22 @@ class StandInJob:
         return [one for one in self.pods() if index_of(one) == index][-1]
 
     def follow(self) -> None:
-        """Make pods anew from now on, until ``stop``."""
+        """Look again and again from now on, until ``stop``."""
         threading.Thread(target=self._follow, daemon=True).start()
 
     def stop(self) -> None:
         self._over.set()
+
+    def look(self) -> None:
+        """Do what the job's rules say of the pods that there are now."""
+        pods = self.pods()
+        actions = [
+            action_on(self._spec["podFailurePolicy"], code) for one in pods if (code := exit_code(one))
+        ]
+        self.has_failed = "FailJob" in actions or actions.count("Count") > self._spec["backoffLimit"]
+        for index in range(self.count):
+            if not self.has_failed and all(exit_code(one) for one in pods if index_of(one) == index):
+                self.make(index)
 
     def exit_codes(self) -> dict[str, int]:
         """By the pod's name, of those that have ended and are still there."""
@@ -95,13 +108,7 @@ class StandInJob:
     def _follow(self) -> None:
         while not self._over.wait(_LOOK_S):
             with suppress(ApiError, OSError):
-                self._make_again()
-
-    def _make_again(self) -> None:
-        pods = self.pods()
-        for index in range(self.count):
-            if all(exit_code(one) in _AGAIN for one in pods if index_of(one) == index):
-                self.make(index)
+                self.look()
 
 
 def template_of(words: Sequence[str], shared: Path) -> Object:
@@ -124,6 +131,15 @@ def make_secret(api: KubeApi) -> None:
     """Make the secret that pods share."""
     secret = {"metadata": {"name": "keepstep"}, "stringData": {"secret": secrets.token_hex(32)}}
     api.post("/api/v1/namespaces/default/secrets", secret)
+
+
+def action_on(policy: Object, code: int) -> str:
+    """What a ``podFailurePolicy`` says of an exit code other than 0: its first rule that fits, else ``Count``."""
+    for rule in policy["rules"]:
+        codes = rule.get("onExitCodes")
+        if codes is not None and (code in codes["values"]) == (codes["operator"] == "In"):
+            return rule["action"]
+    return "Count"
 
 
 def index_of(pod: Object) -> int:

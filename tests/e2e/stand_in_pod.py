@@ -95,6 +95,7 @@ class Container:
         self.folder, self.network, self.hostname, self.domain = folder, network, hostname, domain
         self.mounts: dict[str, Path] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False
         for name in _OWN:
             (folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)
@@ -135,12 +136,15 @@ class Container:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
+        if self._was_killed and code == 1:
+            return 128 + signal.SIGKILL  # some unshare stumbles over such an end of what it has started
         return 128 - code if code < 0 else code
 
     def kill(self, number: signal.Signals) -> bool:
         """Send the first process inside a signal; false where there is none yet, or any more."""
         with suppress(ProcessLookupError):
             os.kill(self.first_pid(), number)
+            self._was_killed |= number == signal.SIGKILL
             return True
         return False
 

@@ -1,8 +1,13 @@
-"""Jobs on a real control plane of Kubernetes, whose nodes are stand-ins: a node is lost, a pod is evicted."""
+"""Jobs on a real control plane of Kubernetes, whose nodes are stand-ins: a node is lost, a pod is evicted.
+
+What the Job's controller does then, by the rules of ``deploy/kubernetes/job.yaml``, a stand-in does.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 from tests.e2e import kube_bed
 from tests.e2e.kube_bed import KubeBed, until
 from tests.e2e.stand_in_job import SHARED, StandInJob
+from tests.e2e.stand_in_pod import Container
 from tests.e2e.test_backups import backed_up
 from tests.warm.warm_fork import ROOM
 
@@ -30,15 +36,15 @@ def bed(tmp_path: Path) -> Iterator[KubeBed]:
 
 
 class Training:
-    """Three pods and a spare, a rank each."""
+    """Three ranks, each in a pod of its own; the other pods are spares."""
 
-    def __init__(self, bed: KubeBed) -> None:
+    def __init__(self, bed: KubeBed, *flags: str, pods: int = 4, steps: int = STEPS) -> None:
         self.bed, self.folder = bed, bed.folder / "work"
         self.folder.mkdir()
         self.folder.chmod(0o1777)
         words = ["--nnodes=3", "--nproc-per-node=1", "--max-restarts=3", "--secret-file=/etc/keepstep/secret"]
-        words += ["--run-dir=/run/keepstep/train", str(TRAIN), SHARED, str(STEPS), str(PAUSE_S)]
-        self.job = StandInJob(bed.api, 4, words, self.folder)
+        words += [*flags, "--run-dir=/run/keepstep/train", str(TRAIN), SHARED, str(steps), str(PAUSE_S)]
+        self.job = StandInJob(bed.api, pods, words, self.folder)
         until(lambda: min(map(self.step, range(3))) >= 5, "all ranks train", 60)
         first = bed.kubelets.find(self.pod_on(self.nodes(0)[0]))
         run = first.container.folder / "volumes/keepstep-run/train"
@@ -46,14 +52,22 @@ class Training:
 
     def nodes(self, rank: int) -> list[str]:
         """The nodes on which a rank was, in their order."""
-        path = self.folder / f"losses-{rank}"
-        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-        return list(dict.fromkeys(line.split()[3] for line in lines))
+        return list(dict.fromkeys(line.split()[3] for line in self._lines(rank)))
+
+    def steps(self, rank: int) -> list[int]:
+        """All steps that a rank has made, in their order."""
+        return [int(line.split()[0]) for line in self._lines(rank)]
 
     def step(self, rank: int) -> int:
+        return (self.steps(rank) or [-1])[-1]
+
+    def container(self, rank: int) -> Container:
+        """That in which a rank is now."""
+        return self.bed.kubelets.find(self.pod_on(self.nodes(rank)[-1])).container
+
+    def _lines(self, rank: int) -> list[str]:
         path = self.folder / f"losses-{rank}"
-        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-        return int(lines[-1].split()[0]) if lines else -1
+        return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
 
     def pod_on(self, node: str) -> str:
         return next(one["metadata"]["name"] for one in self.job.pods() if one["spec"].get("nodeName") == node)
@@ -89,3 +103,37 @@ def test_an_evicted_pod_leaves_alone(bed: KubeBed) -> None:
     assert gone.name not in codes, "its deletion was finished"
     assert set(codes.values()) == {0}
     assert len(training.nodes(2)) == 2
+
+
+def test_a_job_that_ends_with_75_begins_again_once_and_never_after_it_has_finished(bed: KubeBed) -> None:
+    """A pod leaves, no spare is there, and who makes pods is away for longer than the others wait."""
+    flags = ("--rdzv-conf=join_timeout=30", f"--checkpoint-dir={SHARED}/checkpoints", "--checkpoint-every=5")
+    training = Training(bed, *flags, pods=3)
+    training.container(2).kill(signal.SIGTERM)
+    assert set(training.ended(3).values()) == {LEFT}
+    before = training.steps(1)
+    training.job.follow()
+    codes = training.ended(6)
+    training.job.stop()
+    assert Counter(codes.values()) == {LEFT: 3, 0: 3}
+    training.job.look()
+    assert len(training.job.pods()) == 6, "one pod for each index, and none for one that has finished"
+    begun = training.steps(1)[len(before)]
+    assert 0 < begun <= before[-1] + 1, "from storage: no memory is left"
+    assert training.step(1) == STEPS - 1
+
+
+def test_a_killed_launchers_pod_alone_comes_again_and_none_once_the_script_has_failed(bed: KubeBed) -> None:
+    training = Training(bed, steps=2000)
+    training.job.follow()
+    made = {one["metadata"]["uid"] for one in training.job.pods()}
+    training.container(1).kill(signal.SIGKILL)
+    until(lambda: len(training.job.pods()) == 5, "its pod is made again", 60)
+    assert made < {one["metadata"]["uid"] for one in training.job.pods()}
+    until(lambda: len(training.nodes(1)) == 2, "the spare has its rank", 60)
+    (training.folder / "raise-0").touch()
+    codes = training.ended(5)
+    training.job.stop()
+    training.job.look()
+    assert Counter(codes.values()) == {137: 1, 1: 3, 0: 1}, "a spare has not failed with the job"
+    assert (training.job.has_failed, len(training.job.pods())) == (True, 5)

@@ -142,6 +142,21 @@ def test_a_lost_node_is_drained_from_the_batch_host_though_all_train_in_containe
     assert "Comment=[node_problem] keepstep" in bed.run("scontrol", "show", "job", job).stdout
 
 
+@pytest.mark.long
+def test_a_node_that_slurm_has_down_already_is_drained_with_our_reason(bed: SlurmBed) -> None:
+    """Slurm knows before keepstep that a node is away; without a drain others would have it once it is back."""
+    spare = ("--nnodes", "3", "--max-restarts", "2")
+    job = submitted(bed, "--node-remedy=auto", "--nodes=4", "--", *spare, TRAIN, str(bed.folder), "300")
+    until(lambda: len(places(bed.folder)) == 3, "all ranks train")
+    bed.lose_node("n1")
+    bed.run("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=Not responding")
+    until(lambda: "n1" in reasons(bed), "it is drained")
+    (bed.folder / "hurry").touch()
+    until(lambda: ended(bed, job), "the job has ended")
+    assert reasons(bed) == {"n1": f"[node_problem] keepstep run={job} incident=0001 node lost"}
+    assert "DOWN+DRAIN" in bed.run("scontrol", "show", "node", "n1").stdout.replace("*", "")
+
+
 def test_while_slurmctld_is_away_training_goes_on_and_a_lost_node_is_told_later(bed: SlurmBed) -> None:
     bed.run("scontrol", "update", "NodeName=n5", "State=DRAIN", "Reason=fan of rack 7")
     spare = ("--nnodes", "3", "--max-restarts", "2")
@@ -174,6 +189,8 @@ def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nob
     assert "n1 has left the job, which begins again, incarnation 1" in done.stdout, done
     assert "keepstep slurm has Slurm drain it" in done.stdout
     until(lambda: "n1" in reasons(bed), "it is drained")
+    until(lambda: bed.state("n1") == "drained", "it is given back: Slurm has no job there")
+    assert (bed.told(job, "JobState"), bed.told(job, "NodeList")) == ("RUNNING", "n[0,2]")
     none = bed.run(*keepstep("ctl", str(run), "drain", "n2"))
     assert none.returncode == 2
     assert "no spare waits to take the place of n2" in none.stderr
@@ -185,11 +202,15 @@ def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nob
 
 @pytest.mark.long
 def test_the_failure_of_a_script_is_the_jobs_exit_code_and_starts_nothing_again(bed: SlurmBed) -> None:
-    job = submitted(bed, "--nodes=2", "--requeue", "--", TRAIN, str(bed.folder), "5", "--exit=7")
+    own = ("--nodes=2", "--requeue", "--comment=mine")
+    job = submitted(bed, *own, "--", TRAIN, str(bed.folder), "5", "--exit=7")
     until(lambda: ended(bed, job), "the job has ended")
     assert exit_code(bed, job) == "7:0"
-    assert end(bed.folder / "runs" / job)["category"] == "training"
-    assert "Restarts=0" in bed.run("scontrol", "show", "job", job).stdout
+    told, shown = end(bed.folder / "runs" / job), bed.run("scontrol", "show", "job", job).stdout
+    assert told["category"] == "training"
+    assert "Restarts=0" in shown
+    said = f"Comment=mine; [keepstep] run={job} exit=7 (training) incident={told['incident']} CRASH"
+    assert said in shown, shown
 
 
 def test_without_a_spare_the_job_ends_with_75_and_is_requeued_on_other_nodes(bed: SlurmBed) -> None:

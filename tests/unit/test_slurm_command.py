@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from keepstep.cli.slurm import batch_script, main, split_flags
 from keepstep.core.errors import UsageError
+from keepstep.core.incident import Culprit, FailureCause, Incident, SpokenLine
+from keepstep.report.incidents import incident_to_json
+
+XID = "NVRM: Xid (PCI:0000:9b:00): 95, pid=4711, name=python3, Uncontained ECC error"
+ECC = FailureCause(
+    *("node", "gpu-ecc", "GPU memory error", "high"),
+    first=SpokenLine(XID, None, "n1", "kernel"),
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +51,62 @@ def test_flags_of_sbatch_come_first(words: str, first: str, rest: str) -> None:
 def test_what_cannot_be_is_told(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         main(words.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("drain_command", "report '{node}", "No closing quotation"),
+        ("node_remedy", "always", "say off, advise or auto"),
+    ],
+)
+def test_what_a_site_has_set_and_cannot_be_is_told_with_where_it_stands(
+    name: str, value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    variable, config = f"KEEPSTEP_{name.upper()}", tmp_path / "site.toml"
+    config.write_text(f'[run]\n{name} = "{value}"\n')
+    monkeypatch.setenv("KEEPSTEP_CONFIG", str(config))
+    with pytest.raises(UsageError) as error:
+        main(["train.py"])
+    assert str(error.value) == f"{config}: run.{name} = {value}: {said}"
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError) as error:
+        main(["train.py"])
+    assert str(error.value) == f"{variable}={value}: {said}"
+
+
+@pytest.mark.parametrize("by", ["file", "environment"])
+def test_a_site_says_what_is_done_about_bad_nodes_and_how(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The job's only step reports a broken node; the site's command is given it, without a shell."""
+    site, log, run = tmp_path / "site tool", tmp_path / "log", tmp_path / "run"
+    (run / "incidents").mkdir(parents=True)
+    crash = Incident(1, "crash", 3, 3, None, None, (Culprit(rank=1, node="n1"),), (), (), (), cause=ECC)
+    (tmp_path / "incident").write_bytes(incident_to_json(crash))
+    for name, text in (
+        ("site tool", f'printf "%s|" "$@" > {log}'),
+        ("scontrol", '[ "$1" = show ] && echo "NodeName=$3 State=ALLOCATED"'),
+        ("squeue", "true"),
+        ("srun", f"cp {tmp_path}/incident {run}/incidents/0001.json; exit 2"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = f"'{site}' --node {{node}} '$HOME; {{reason}}'"
+    if by == "file":
+        (tmp_path / "site.toml").write_text(f'[run]\nnode_remedy = "auto"\ndrain_command = "{command}"\n')
+        monkeypatch.setenv("KEEPSTEP_CONFIG", str(tmp_path / "site.toml"))
+    else:
+        monkeypatch.setenv("KEEPSTEP_NODE_REMEDY", "auto")
+        monkeypatch.setenv("KEEPSTEP_DRAIN_COMMAND", command)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-1]")
+    assert main(["--", "--run-dir", str(run), "train.py"]) == 2
+    reason = "[node_problem] keepstep run=12 incident=0001 rank=1 GPU memory error"
+    assert log.read_text() == f"--node|n1|$HOME; {reason}|"
+    assert f"keepstep: drained n1: {reason}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -102,9 +167,16 @@ def test_the_steps_can_be_seen_before(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu-[1-2]")
-    assert main(["--dry-run", "--", "--nnodes", "1", "train.py"]) == 0
+    assert main(["--dry-run", "--requeue", "--", "--nnodes", "1", "train.py"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:5] for line in lines] == [
+    assert [line.split()[:5] for line in lines[:2]] == [
         ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist=gpu-{number}"]
         for number in (1, 2)
     ]
+    assert [line.partition(": ")[2] for line in lines[2:]] == [
+        "scontrol update 'NodeName={node}' State=DRAIN 'Reason={reason}'",
+        "scontrol update JobId=12 NodeList={other nodes}",
+        "scontrol update JobId=12 Comment={verdict}",
+        "scontrol requeue 12; scontrol update JobId=12 ExcNodeList={bad nodes} StartTime=now+15seconds",
+    ]
+    assert all(line.startswith("# ") for line in lines[2:]), "the output may be run as a script"

@@ -13,7 +13,9 @@ from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
 from keepstep.traces import open_run
 
-Verb = Literal["status", "suspend", "resume", "start", "restart", "stop", "exchange", "replace", "drain"]
+Verb = Literal[
+    "status", "suspend", "resume", "start", "restart", "stop", "exchange", "replace", "swap", "drain"
+]
 
 _WANTED = {
     "exchange": (2, "two nodes, by name or node rank"),
@@ -32,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """Give the order and wait until it is carried out."""
     parser = Parser("ctl", _ABOUT)
     parser.add_run()
-    text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume"
+    text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume, swap is replace"
     parser.add_argument("verb", metavar="VERB", choices=get_args(Verb), help=text)
-    text = "names or node ranks; of exchange: the two that swap their ranks; of replace and drain: the one that leaves"
+    text = "names or node ranks; of exchange: the two that take each other's ranks; of replace and drain: who leaves"
     parser.add_argument("nodes", nargs="*", metavar="NODE", help=text)
     text = "end the workers at once, not when the next step is sealed"
     parser.add_argument("--now", action="store_true", help=text)
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     text = "seconds to wait until it is done (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=text)
     given = parser.parse(argv)
-    run, verb = given.run, given.verb
+    run, verb = given.run, "replace" if given.verb == "swap" else given.verb
     count, wanted = _WANTED.get(verb, (0, "no node"))
     if len(given.nodes) != count:
         raise UsageError(f"keepstep ctl {run} {verb}: give {wanted}")

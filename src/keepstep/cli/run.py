@@ -21,6 +21,7 @@ from keepstep.launch.command.job import Job, job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
 from keepstep.launch.command.placement import COOKIE, ERROR_FILE, Place, worker_plan
 from keepstep.launch.schedulers.kubernetes import is_pod
+from keepstep.launch.schedulers.slurm import OWN_NODES
 from keepstep.launch.workers.guard import Guard
 
 
@@ -55,17 +56,25 @@ def main(argv: Sequence[str]) -> int:
         )
     cookie = secrets.token_hex(8)
     guard = Guard(f"{COOKIE}={cookie}")
-    code = asyncio.run(_run(job, folder, guard, cookie, environ, hosts_controller))
+    code, knows_the_end = asyncio.run(_run(job, folder, guard, cookie, environ, hosts_controller))
     guard.close()
+    if knows_the_end and environ.get(OWN_NODES):
+        from keepstep.launch.slurm_batch_host import end_without_batch_host  # here, because it loads msgspec
+
+        asyncio.run(
+            end_without_batch_host(environ, code, lambda text: print(f"keepstep: {text}", file=sys.stderr))
+        )
     return code
 
 
 async def _run(
     job: Job, folder: Path, guard: Guard, cookie: str, environ: Mapping[str, str], hosts_controller: bool
-) -> int:
+) -> tuple[int, bool]:
     from keepstep.launch.launcher import Launcher
 
-    return await Launcher(job, folder, guard, cookie, environ).run(hosts_controller=hosts_controller)
+    launcher = Launcher(job, folder, guard, cookie, environ)
+    code = await launcher.run(hosts_controller=hosts_controller)
+    return code, launcher.knows_the_end
 
 
 def plan(job: Job, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:

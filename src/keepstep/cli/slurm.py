@@ -10,15 +10,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
-from keepstep.core.config import config_path, resolve
+from keepstep.core.config import Resolved, config_path, resolve
 from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.log_lines import one_line
 from keepstep.launch.command import flags
 from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.launch.schedulers.slurm import job_of, nodes_in
-from keepstep.launch.slurm_orders import DRAIN, SlurmOrders
+from keepstep.launch.slurm_batch_host import REQUEUES
+from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders
 from keepstep.launch.slurm_steps import SlurmSteps
 
 _USAGE = """\
@@ -32,7 +34,8 @@ own flags:
   --requeue                       when the job ends with 75 have Slurm start it again, not on bad nodes
   --srun=FLAG                     a flag of srun for each step, as --srun=--container-image=IMAGE; may come again
   --python=COMMAND                what runs keepstep's Python in a step, as one in a container (default: this one)
-  --dry-run                       print the batch script, or the command of each step, and start nothing
+  --dry-run                       print the batch script, or the command of each step and what may be ordered of
+                                  Slurm meanwhile, and start nothing
 
 sbatch's flags come first, each in one word, as --nodes=5; `--` ends them where `keepstep run` has one of that name.
 Set unless given: --job-name, --no-kill, --signal=TERM@60, --open-mode=append.
@@ -54,10 +57,8 @@ def main(argv: Sequence[str]) -> int:
     own = [word for word in first if _OWN.fullmatch(word)]
     for_sbatch = [word for word in first if word not in own]
     settings = resolve(SETTINGS, environ=environ, flags={}, path=config_path(environ))
-    remedy = [str(settings["node_remedy"].value), *_values(own, "--node-remedy")][-1]
-    if remedy not in ("off", "advise", "auto"):
-        raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
-    srun_flags, python = _values(own, "--srun"), _python(own)
+    remedy = _remedy(own, settings["node_remedy"])
+    srun_flags, python, drain = _values(own, "--srun"), _python(own), _drain(settings["drain_command"])
     given = flags.parse(for_run, environ)
     if not environ.get("SLURM_JOB_ID"):
         return _submit(own, for_sbatch, for_run, Path(given.training_script).stem)
@@ -71,11 +72,13 @@ def main(argv: Sequence[str]) -> int:
     command = [*python, "-m", "keepstep.cli", "run", f"--run-dir={folder}", *for_run]
     orders = SlurmOrders(
         *(job, nodes_in(environ, "SLURM_JOB_NODELIST"), folder, remedy, _say),
-        drain=shlex.split(str(settings["drain_command"].value)) or DRAIN,
+        drain=drain,
     )
+    environ[REQUEUES] = "1" if "--requeue" in own else ""
     steps = SlurmSteps(command, folder, given.max_restarts, environ, orders, _say, srun_flags=srun_flags)
     if "--dry-run" in own:
-        print("\n".join(shlex.join(one) for one in steps.commands))
+        orders_told = [f"# {one_line(line)}" for line in orders.possible(requeues="--requeue" in own)]
+        print("\n".join([*(shlex.join(one) for one in steps.commands), *orders_told]))
         return 0
     return asyncio.run(_run(steps, requeues="--requeue" in own))
 
@@ -114,12 +117,42 @@ def _values(own: Sequence[str], name: str) -> list[str]:
 
 def _python(own: Sequence[str]) -> list[str]:
     given = _values(own, "--python")
-    if not given:
-        return [sys.executable]
+    return _words(f"--python={given[-1]}", given[-1]) if given else [sys.executable]
+
+
+def _words(told: str, text: str) -> list[str]:
+    """The words of a command, as a shell would take them apart. ``told``: where it stands, in words.
+
+    Raises UsageError where it cannot be taken apart.
+    """
     try:
-        return shlex.split(given[-1])
+        return shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--python={given[-1]}: {error}") from None
+        raise UsageError(f"{told}: {error}") from None
+
+
+def _drain(setting: Resolved) -> Sequence[str]:
+    """The command that drains a node. Raises UsageError where the site's cannot be taken apart."""
+    return _words(_where(setting), str(setting.value)) or DRAIN
+
+
+def _remedy(own: Sequence[str], setting: Resolved) -> NodeRemedy:
+    """What is done about bad nodes. Raises UsageError for another word than there are."""
+    given = _values(own, "--node-remedy")
+    remedy = given[-1] if given else setting.value
+    for known in get_args(NodeRemedy):
+        if remedy == known:
+            return known
+    if given:
+        raise UsageError(f"--node-remedy={remedy}: say off, advise or auto, after a =")
+    raise UsageError(f"{_where(setting)}: say off, advise or auto")
+
+
+def _where(setting: Resolved) -> str:
+    """A setting and where it stands: ``KEEPSTEP_NODE_REMEDY=x`` or ``FILE: run.node_remedy = x``."""
+    own, origin = setting.setting, setting.origin
+    by_file = f"{origin}: {own.key} = {setting.value}"
+    return f"{own.variable}={setting.value}" if origin == own.variable else by_file
 
 
 def batch_script(own: Sequence[str], for_run: Sequence[str]) -> str:

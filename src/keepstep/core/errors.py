@@ -37,6 +37,10 @@ class RunError(KeepstepError):
     """A run cannot be started, found or read."""
 
 
+class LostJobError(RunError):
+    """The job goes on without this node, or is gone: the node may begin again, or another one (exit code 75)."""
+
+
 class UnsafePathError(KeepstepError, OSError):
     """A file or folder that another user could have put there or could replace; nothing is written to it."""
 

@@ -63,6 +63,7 @@ class Diagnosis:
 
 
 REPLACEMENT = "S4, replacement of nodes"  # the action by which spares take the ranks of slow nodes
+LEAST_GAIN = 0.05  # a remedy that shortens an iteration by less than this share has not helped
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,12 @@ class Action:
     measured_iteration_s: float | None = None
     step: int | None = field(default=None, compare=False)  # the newest step when the action was begun
     begun_unix_s: float | None = field(default=None, compare=False)
+
+    @property
+    def has_helped(self) -> bool:
+        """Whether iterations were measured to be shorter than before it; False while they were not measured."""
+        before_s, after_s = self.before_iteration_s, self.measured_iteration_s
+        return before_s is not None and after_s is not None and after_s < (1 - LEAST_GAIN) * before_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.launch.command import addresses
 from keepstep.launch.command.placement import Place
 from keepstep.launch.course import EndedEarly, Outcome, Parts
-from keepstep.launch.signals import TERMINATED, Ending, end_time, restart_is_vain
+from keepstep.launch.signals import ROWS, TERMINATED, Ending, end_time, restart_is_vain
 from keepstep.launch.termination_log import leave_message, message
 from keepstep.launch.workers import incarnation, root_cause
 
@@ -122,6 +122,7 @@ async def after_all_nodes(
     parts.run.warn(f"{why}: this node ends")
     failed = outcome.kind == "failed"
     ended = _explain(parts, outcome) if failed else replace(outcome, kind="failed")
+    course.stop_kind = "node-lost"
     return replace(ended, code=TEMPORARY_FAILURE, reason=f"{why}; {ended.reason}")
 
 
@@ -249,24 +250,30 @@ async def wait_for_storage(parts: Parts, outcome: Outcome) -> None:
     if persisting is None:
         return
     briefly_s = min(persisting.wait_s, _FAILED_WAIT_S)
+    by_scheduler = course.kind_of(outcome) in ROWS and not (course.ending and course.ending.of_pod)
     wait_s = {
         "finished": persisting.wait_s,
         "failed": briefly_s,
         "alone": briefly_s,
-        "stopped": briefly_s if course.stopped_by_hand else 0.0,
+        "stopped": briefly_s if course.stopped_by_hand or by_scheduler else 0.0,
+        "signal": min(persisting.wait_s, course.ending.left_s(time.time())) if course.ending else 0.0,
     }.get(outcome.kind, 0.0)
 
     def in_vain() -> bool:
         over = course.job_over.is_set() and not course.stopped_by_hand
-        interrupted = course.kill_now.is_set() or over or course.signalled is not None
+        # A scheduler that ends the job leaves time for the last step.
+        told = not by_scheduler and (over or course.signalled is not None)
+        interrupted = course.kill_now.is_set() or told
         # Where another run has begun, the node that would make a step whole is not in this one any more, perhaps, and
         # the other run waits for this node.
         succeeded = course.link is not None and bool(course.link.stranger)
         return interrupted or succeeded or not parts.watching.is_steady
 
     alone = course.place is not None and course.place.node_count == 1
-    # Nodes of a job that failed may have different newest steps, none of which would become whole.
-    last = outcome.kind == "finished" or (outcome.kind == "failed" and alone)
+    # Nodes of a job that failed may have different newest steps, none of which would become whole. Those of one that
+    # the scheduler ends are at most one step apart, as they were told at once: the newest two have one that all have.
+    whole = outcome.kind == "finished" or (alone and (outcome.kind == "failed" or by_scheduler))
+    last = 1 if whole else 2 if by_scheduler else 0
     lost = await parts.caching.stored(wait_s, in_vain, last=last)
     if lost:
         run.warn(f"{lost}: see `keepstep status {run.folder}`")

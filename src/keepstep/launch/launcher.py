@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.core.descriptors import raise_limit
-from keepstep.core.errors import KeepstepError
-from keepstep.core.exit_codes import UNUSABLE
+from keepstep.core.errors import KeepstepError, LostJobError
+from keepstep.core.exit_codes import TEMPORARY_FAILURE, UNUSABLE
 from keepstep.core.home import home_folder
 from keepstep.core.incident import Recovery
 from keepstep.core.process_mark import machine_mark
@@ -105,6 +105,10 @@ class Launcher:
             outcome = await self._incarnations(place)
         except EndedEarly as early:
             outcome = early.outcome
+        except LostJobError as error:
+            self._run.warn(f"{error}: this node ends")
+            self._course.stop_kind = "node-lost"
+            outcome = Outcome("failed", TEMPORARY_FAILURE, str(error))
         except KeepstepError as error:
             self._run.warn(str(error))
             outcome = Outcome("failed", UNUSABLE, str(error))
@@ -112,6 +116,11 @@ class Launcher:
         await self._crew.close()
         self._orders.unwatch_lease()
         return await say_goodbye(self._parts, outcome)
+
+    @property
+    def knows_the_end(self) -> bool:
+        """Whether the controller is on this node, so that it has written ``end.json``."""
+        return self._controller.is_here
 
     # Before the workers run.
 
@@ -282,7 +291,11 @@ class Launcher:
             end_s = signals.end_time(os.environ, self._job.end_unix_s)
             said = self._crew.said
             sender, in_pod = signals.sender_of(number), is_pod(os.environ)
-            course.ending = signals.ending(number, sender, end_s, time.time(), said, in_pod=in_pod)
+            course.ending = signals.ending(
+                *(number, sender, end_s, time.time(), said),
+                in_pod=in_pod,
+                preempted=lambda: signals.preemption_of(os.environ),
+            )
             leaves = course.ending.of_pod and course.together
             what = "this node leaves the job" if leaves else "the job ends"
             self._run.say(f"{course.ending.text}: {what}")

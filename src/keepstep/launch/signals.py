@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
+from keepstep.core.errors import UsageError
 from keepstep.core.exit_codes import TEMPORARY_FAILURE, TemporaryKind
 from keepstep.core.log_lines import one_line
+from keepstep.launch.schedulers.slurm import job_of
+from keepstep.launch.schedulers.slurm_preemption import Preemption, preemption_in
 
 if TYPE_CHECKING:
     from keepstep.detect.failure_rows import RowMatcher
@@ -28,6 +32,9 @@ _EARLY_S, _LATE_S = 180.0, 600.0
 ROWS = {"time-limit": "slurm-time-limit", "preempted": "slurm-preempted"}
 """Rows of the tables of messages by their kind, where the scheduler ends the job."""
 _LAST_LINES = 30
+_ASKING_S = 10.0  # of the 30 s that Slurm leaves where nothing else is set; it is busy then
+_LAST_WORDS_S = 5.0  # what the end of the launcher itself may take
+_KILL_WAIT_S = 20.0  # between SIGTERM and SIGKILL Slurm leaves 30 s (KillWait) where nothing else is set
 _RESTART_S = 30.0  # what is left of the job's time below which a restart is in vain
 
 
@@ -61,6 +68,14 @@ class Ending:
     text: str
     kind: TemporaryKind = ""
     of_pod: bool = False  # Kubernetes ends this node's pod; whether it ends the job is not known
+    end_unix_s: float | None = None  # when the scheduler kills what is left, where it tells
+
+    def left_s(self, now_unix_s: float) -> float:
+        """How long a scheduler that ends the job leaves for bringing a step to storage; 0 where it ends none."""
+        if not self.kind or self.of_pod:
+            return 0.0
+        left_s = 0.0 if self.end_unix_s is None else self.end_unix_s - now_unix_s - _LAST_WORDS_S
+        return max(left_s, _KILL_WAIT_S)
 
     @property
     def exit_code(self) -> int:
@@ -118,6 +133,7 @@ def ending(
     words: Callable[[], Iterable[str]] = lambda: (),
     *,
     in_pod: bool = False,
+    preempted: Callable[[], Preemption | None] = lambda: None,
 ) -> Ending:
     """What a signal that ends the job means.
 
@@ -127,6 +143,7 @@ def ending(
         now_unix_s: when the signal came.
         words: what each worker has written last; schedulers announce a preemption there.
         in_pod: whether this process runs in a pod, which the kubelet ends with SIGTERM from outside.
+        preempted: asks the scheduler whether it ends the job before its time.
     """
     text = f"{number.name} from {sender}" if sender is not None else f"signal {number.name}"
     if not _may_be_schedulers(number, sender):
@@ -134,7 +151,11 @@ def ending(
     if end_unix_s is not None and -_EARLY_S <= now_unix_s - end_unix_s <= _LATE_S:
         left_s = end_unix_s - now_unix_s
         when = f"{left_s:.0f} s before" if left_s >= 0 else f"{-left_s:.0f} s after"
-        return Ending(number, f"the job's time is over ({text}, {when} its end)", "time-limit")
+        return Ending(
+            number, f"the job's time is over ({text}, {when} its end)", "time-limit", end_unix_s=end_unix_s
+        )
+    if told := preempted():
+        return Ending(number, f"{told.text} ({text})", "preempted", end_unix_s=told.end_unix_s)
     if found := _announced(words()):
         kind, line = found
         why = "the job was preempted" if kind == "preempted" else "the job's time is over"
@@ -142,6 +163,19 @@ def ending(
     if in_pod and number == signal.SIGTERM and sender is not None and sender.pid == 0:
         return Ending(number, f"the pod is ended ({text})", "preempted", of_pod=True)
     return Ending(number, text)
+
+
+def preemption_of(environ: Mapping[str, str]) -> Preemption | None:
+    """Ask Slurm about this launcher's job, as SIGTERM does not tell; None where it is not preempted, or Slurm away."""
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    with suppress(OSError, subprocess.SubprocessError, UsageError):
+        asking = ["scontrol", "show", "job", job_of(environ)]
+        done = subprocess.run(
+            asking, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_ASKING_S
+        )
+        return preemption_in(done.stdout.decode(errors="replace"), environ.get("SLURM_RESTART_COUNT", ""))
+    return None
 
 
 def _may_be_schedulers(number: signal.Signals, sender: Sender | None) -> bool:

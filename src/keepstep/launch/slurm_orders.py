@@ -6,8 +6,10 @@ By default it only says what would be done. Each order is one call of scontrol, 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import shlex
 import signal
 import tempfile
 import time
@@ -17,9 +19,15 @@ from pathlib import Path
 from typing import Literal
 
 from keepstep.core.log_lines import one_line
+from keepstep.core.own_folders import real_path, write_whole
+from keepstep.core.regular_files import read_regular
+from keepstep.detect.secrets import blanked
 from keepstep.launch.fault_news import FaultNews
 from keepstep.launch.schedulers.node_faults import DrainBudget, NodeFault
+from keepstep.report.ended_run import End, verdict_line
 
+DRAINS = "drains.json"
+"""In the run's folder: when nodes were drained. A later start of the job finds it, as no run moves it aside."""
 DRAIN = ("scontrol", "update", "NodeName={node}", "State=DRAIN", "Reason={reason}")
 NodeRemedy = Literal["off", "advise", "auto"]
 _LOOK_S = 0.5
@@ -30,6 +38,14 @@ _SLURMD_PORT = 6818
 _RUNS = re.compile(r"\bJobState=RUNNING\b")
 _STATE = re.compile(r"\bState=(\S+)")
 """The first match is the node's state; others may be words of a reason."""
+_REASON = re.compile(r"^\s*Reason=(.*?)(?:\s*\[[^\[\]]*\])?\s*$", re.MULTILINE)
+"""The reason of a node's state, without who gave it and when."""
+_SLURMS_OWN = frozenset({"", "none", "Not responding"})
+"""Reasons that nobody gave: Slurm does not hear the node."""
+_COMMENT = re.compile(r"^\s*Comment=(.*)$", re.MULTILINE)
+_OWN_COMMENT = re.compile(r"(?:^|; )\[(?:node_problem\] keepstep|keepstep\]) .*")
+_MOST_COMMENT = 200  # characters
+_MOST_BYTES = 1 << 20
 _AGAIN_S = 15.0  # until Slurm is asked again about a node of which it has told nothing
 _PROVEN_S = 60.0  # for so long a node's daemon that is away shows that the node was lost
 _START = "StartTime=now+15seconds"
@@ -62,7 +78,8 @@ class SlurmOrders:
         """
         self._drain = tuple(drain)
         self._job, self._nodes, self._remedy, self._say = job, list(nodes), remedy, say
-        self._budget = DrainBudget(len(nodes))
+        self._kept = folder / DRAINS
+        self._budget = DrainBudget(len(nodes), self._earlier_drains() if remedy == "auto" else ())
         self._news = FaultNews(folder, nodes, self._budget.most, heeds_incidents=remedy != "off")
         self._heard_s: dict[NodeFault, float] = {}  # all faults, by when they were first heard of
         self._waiting: list[NodeFault] = []  # those of nodes whose state Slurm has not told yet
@@ -71,6 +88,17 @@ class SlurmOrders:
         self._drained: list[str] = []  # nodes that Slurm may have back once nothing of the job runs there
         self.left: set[str] = set()  # nodes on which the job's launcher has ended for good
         self.bad: list[str] = []  # nodes that the job should not be started on again
+
+    def possible(self, *, requeues: bool) -> list[str]:
+        """The orders that may be given, a line each; braces stand around what is not known before."""
+        job = f"scontrol update JobId={self._job}"
+        again = f"scontrol requeue {self._job}; {job} ExcNodeList={{bad nodes}} {_START}"
+        return [
+            f"a bad node, with --node-remedy=auto, or one drained by hand: {shlex.join(self._drain)}",
+            f"a drained node, once nothing of the job runs there: {job} NodeList={{other nodes}}",
+            f"a bad node, or a job that fails: {job} Comment={{verdict}}",
+            *([f"a job that ends with 75: {again}"] if requeues else []),
+        ]
 
     async def watch(self, has_ended: Callable[[], bool]) -> None:
         """Look for faults until the job has ended, and once more then."""
@@ -112,6 +140,46 @@ class SlurmOrders:
         else:
             self._nodes = rest
             self._say(f"{node} is given back to Slurm: nothing of the job runs there")
+
+    async def tell_end(self, end: End) -> None:
+        """Have the job's comment say how it ended, unless it finished."""
+        if self._remedy == "off" or not end.exit_code:
+            return
+        why = (verdict_line(self._kept.parent, end.incident) if end.incident else "") or end.reason
+        incident = f"incident={end.incident} " if end.incident else ""
+        said = f"[keepstep] run={self._job} exit={end.exit_code} ({end.category}) {incident}{blanked(why)}"
+        await self._comment(one_line(said).replace('"', "'")[:_MOST_COMMENT])
+
+    async def _comment(self, text: str) -> None:
+        """Set the job's comment. What somebody else has written there stays in front, what we have said before goes."""
+        shown, silent = await _run("scontrol", "show", "job", self._job)
+        if silent is not None:
+            return
+        found = _COMMENT.search(shown)
+        theirs = _OWN_COMMENT.sub("", found[1].strip()) if found else ""
+        whole = f"{theirs}; {text}" if theirs not in ("", "(null)") else text
+        await _scontrol("update", f"JobId={self._job}", f"Comment={whole}")
+
+    def _earlier_drains(self) -> list[float]:
+        """When earlier starts of the job have drained nodes (Unix seconds)."""
+        try:
+            found = json.loads(read_regular(self._kept, _MOST_BYTES))["drained_unix_s"]
+            return [min(float(one), time.time()) for one in found]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or "is not of keepstep's form"
+            self._say(f"{self._kept}: {why}: what earlier starts of the job have drained is not counted")
+            return []
+
+    def _keep_drains(self) -> None:
+        kept = {"drained_unix_s": self._budget.taken_s}
+        try:
+            write_whole(real_path(self._kept.parent) / DRAINS, f"{json.dumps(kept)}\n".encode())
+        except OSError as error:
+            self._say(
+                f"{self._kept} cannot be written ({error.strerror or error}): a later start will not count this drain"
+            )
 
     async def requeue(self) -> bool:
         """Have Slurm start the job again, on other nodes than the bad ones; whether it takes that.
@@ -156,7 +224,7 @@ class SlurmOrders:
         if fault in self._waiting:
             self._waiting.remove(fault)
         if fault.kind == "lost" and not (
-            await _is_unreachable(shown) and await self._reaches_another(fault.node)
+            await is_unreachable(shown) and await self._reaches_another(fault.node)
         ):
             return
         self._done.add(fault.node)
@@ -164,12 +232,11 @@ class SlurmOrders:
             self.bad.append(fault.node)
         reason = fault.reason(self._job)
         drain = [one.replace("{node}", fault.node).replace("{reason}", reason) for one in self._drain]
-        state = _STATE.search(shown)
-        if state is None or re.search("DRAIN|DOWN", state[1]):
+        if _is_somebody_elses(shown):
             self._say(f"{fault.node} is drained or down already; {reason}")
         elif self._remedy == "advise" and fault.kind != "told":
             self._say(f"{fault.node} should be drained: {reason} (--node-remedy=auto does it)")
-        elif fault.kind != "told" and not self._budget.take(time.monotonic()):
+        elif fault.kind != "told" and not self._may_drain():
             self._say(f"{fault.node} is left as it is, as other nodes were drained within the hour: {reason}")
         elif refused := (await _run(*drain))[1]:
             self._say(f"Slurm does not drain {fault.node} ({refused}): tell who runs the cluster; {reason}")
@@ -178,7 +245,14 @@ class SlurmOrders:
             self._drained += (
                 [fault.node] if fault.node != self._nodes[0] else []
             )  # the first has the batch script
-        await _scontrol("update", f"JobId={self._job}", f"Comment={reason}")
+        await self._comment(reason)
+
+    def _may_drain(self) -> bool:
+        """Whether one more node may be drained; it counts then, also for later starts of the job."""
+        if not self._budget.take(time.time()):
+            return False
+        self._keep_drains()
+        return True
 
     def _ask_later(self, fault: NodeFault, why: str) -> None:
         """Note a fault about which nothing can be done yet, as Slurm does not answer; say so once."""
@@ -199,12 +273,25 @@ class SlurmOrders:
         """
         for node in [one for one in reversed(self._nodes) if one not in (lost, *self.bad)][:_TRIES]:
             shown = await output_of("scontrol", "show", "node", node)
-            if shown and not await _is_unreachable(shown):
+            if shown and not await is_unreachable(shown):
                 return True
         return False
 
 
-async def _is_unreachable(shown: str) -> bool:
+def _is_somebody_elses(shown: str) -> bool:
+    """Whether a node is drained, or down for a reason that somebody gave. ``shown``: as `is_unreachable` has it.
+
+    A node that is only down comes back to other jobs once it answers (ReturnToService of slurm.conf).
+    """
+    state = _STATE.search(shown)
+    words: list[str] = re.findall(r"[A-Z_]+", state[1]) if state else []
+    if not words or any(one.startswith("DRAIN") for one in words):
+        return True
+    reason = _REASON.search(shown)
+    return "DOWN" in words and reason is not None and reason[1] not in _SLURMS_OWN
+
+
+async def is_unreachable(shown: str) -> bool:
     """Whether a node's daemon of Slurm's cannot be reached. ``shown``: what ``scontrol show node`` says."""
     address = re.search(r"\bNodeAddr=(\S+)", shown)
     port = re.search(r"\bPort=(\d+)", shown)

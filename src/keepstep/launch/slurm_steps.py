@@ -21,7 +21,7 @@ from keepstep.launch.schedulers.local import number_in
 from keepstep.launch.schedulers.slurm import MOST_GPUS, OWN_NODES, job_of, nodes_in
 from keepstep.launch.signals import END_TIME
 from keepstep.launch.slurm_orders import SlurmOrders, output_of
-from keepstep.report.ended_run import end_of
+from keepstep.report.ended_run import End, end_of
 
 _MOST_CPUS = 1 << 16
 """Most CPUs of one node."""
@@ -107,6 +107,8 @@ class SlurmSteps:
         await asyncio.gather(*steps)
         ending.cancel()
         await asyncio.wait([watching])  # what it raises does not change the job's exit code
+        if (end := self._end()) is not None:
+            await self.orders.tell_end(end)
         return self._exit_code()
 
     async def _learn_end(self) -> None:
@@ -191,10 +193,15 @@ class SlurmSteps:
 
     # The end
 
+    def _end(self) -> End | None:
+        """What ``end.json`` tells; None where this run has not ended."""
+        end = end_of(self._folder)
+        return end if end != self._earlier else None
+
     def _end_code(self) -> int | None:
         """The exit code that ``end.json`` tells; None where this run has not ended."""
-        end = end_of(self._folder)
-        return end.exit_code & 0xFF if end and end != self._earlier else None
+        end = self._end()
+        return end.exit_code & 0xFF if end else None
 
     def _exit_code(self) -> int:
         """The job's exit code; by the launchers' own where the run's folder does not tell it."""

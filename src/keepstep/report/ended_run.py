@@ -38,10 +38,13 @@ def read_end(run: Path) -> Ended | None:
 
 
 class End(msgspec.Struct):
-    """With which code a run has ended, and when."""
+    """With which code a run has ended, and when; in words what ended it, why, and the number of its last incident."""
 
     exit_code: int
     ended_unix_s: float
+    category: str = ""
+    reason: str = ""
+    incident: str = ""
 
 
 def end_of(run: Path) -> End | None:

@@ -11,6 +11,7 @@ from keepstep.core.validation import SlowDevice, SlowLink, Validation
 from keepstep.validate.judge import cause_of, link_speeds, link_transports
 
 _NAMES = {"nccl": "NCCL", "tcp": "TCP"}
+_ALIKE = "are alike"  # how a line ends where nobody stood out
 _ROWS = 64  # most rows of each table
 
 
@@ -22,9 +23,14 @@ def in_a_line(outcome: Validation) -> str:
     found = [f"rank {slow.figure.rank} {of_device(slow)}" for slow in outcome.devices[:2]]
     found += [f"link {slow.source} → {slow.target} {of_link(slow)}" for slow in outcome.links[:2]]
     devices = len({one.rank for rank in outcome.figures for one in rank.devices})
-    alike = f"{devices} devices and {links or '0 links'} are alike" if devices or links else "no figures came"
+    alike = f"{devices} devices and {links or '0 links'} {_ALIKE}" if devices or links else "no figures came"
     ended = "; ".join(found) or alike
     return f"validation ({tested}): {ended}"
+
+
+def clears(line: str) -> bool:
+    """Whether nobody stood out in a validation. ``line``: as `in_a_line` tells it."""
+    return line.endswith(_ALIKE)
 
 
 def of_device(slow: SlowDevice) -> str:

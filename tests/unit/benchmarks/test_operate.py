@@ -21,6 +21,7 @@ GOOD = Seen(
     reasons={"n1": "[node_problem] keepstep run=1 incident=0001 node lost"},
     named_node="n1",
     reason_s=1.0,
+    proven_s=None,
     replaced=True,
     again_s=2.0,
     queued_on=["n2"] * 20,

@@ -77,6 +77,16 @@ def test_the_newest_step_of_all_is_wanted_when_the_job_ends(served: Any, ahead: 
     )  # none of all ranks where they do not save alike
 
 
+def test_of_several_newest_steps_those_are_wanted_that_all_ranks_here_have(served: Any) -> None:
+    def save(rank: int, snapshots: Snapshots) -> None:
+        for number in range(1, 4):
+            snapshots.save({"w": rank}, number)
+
+    Ranks(2).run(served, save)
+    served.cache.want_newest(2)
+    assert served.cache.wanted() == [Key(0, 2), Key(0, 3)]
+
+
 def test_a_step_that_was_asked_for_in_vain_is_made_up_for_by_the_next(
     served: Any, empty_service: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

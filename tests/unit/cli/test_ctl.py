@@ -28,6 +28,19 @@ def test_what_has_no_meaning_is_told(words: str, said: str) -> None:
         ctl.main(["run", *words.split()])
 
 
+def test_swap_is_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[wire.Message] = []
+
+    def ask(name: str, question: wire.Message, *_: Any, **__: Any) -> wire.Operated:
+        asked.append(question)
+        return wire.Operated("n1 would leave the job")
+
+    monkeypatch.setattr(ctl, "ask", ask)
+    for verb in ("swap", "replace"):
+        assert ctl.main([str(tmp_path), verb, "n1", "--dry-run"]) == 0
+    assert asked == [wire.Operate("replace", False, ("n1",), "", True)] * 2
+
+
 @pytest.mark.parametrize(
     ("drains", "flags", "said"),
     [

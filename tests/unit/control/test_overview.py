@@ -19,7 +19,7 @@ SLOW = Incident(
     *((), (), ()),
     detected_unix_s=1700000000.5,
 )
-SLOW = replace(SLOW, actions=(Action(REPLACEMENT),))
+SLOW = replace(SLOW, actions=(Action(REPLACEMENT, before_iteration_s=0.3, measured_iteration_s=0.1),))
 
 
 def overview(stage: Stage) -> Overview:

@@ -200,6 +200,54 @@ def test_a_failure_ends_the_job_where_no_restart_may_follow(
     assert "Root Cause (first observed failure):" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ending", ["no restart left", "budget"])
+def test_a_failure_on_broken_hardware_ends_the_job_so_that_it_begins_elsewhere(
+    tmp_path: Path, ending: str
+) -> None:
+    async def main() -> None:
+        node = Node(tmp_path, Refusal("rank 1 fails too often") if ending == "budget" else None)
+        node.parts.checks.is_broken = True
+        last = Place(0, 0, 2, 1, "127.0.0.1", 4711, incarnation=int(ending == "no restart left"))
+        ended = await node.after(FAILED, last)
+        assert isinstance(ended, Outcome)
+        assert (ended.kind, ended.code) == ("failed", 75)
+        assert node.course.kind_of(ended) == "hardware"
+        assert node.course.category_of(ended, ended.code) == "infrastructure"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stranger", ["", "another run has begun"])
+@pytest.mark.parametrize("kind", ["failed", "halted"])
+def test_a_launcher_that_hears_of_no_next_place_ends_so_that_it_begins_elsewhere(
+    tmp_path: Path, kind: Any, stranger: str
+) -> None:
+    """It was cut off, or the first one has begun another run: no failure of the training's."""
+
+    class Silent(Link):
+        """A link to a controller that stays away."""
+
+        async def next_place(self) -> None:  # type: ignore[override]
+            return None
+
+    async def main() -> None:
+        node, link = Node(tmp_path), Silent()
+        link.stranger, link.member.missing = stranger, "nothing is heard"  # type: ignore[attr-defined]
+        node.course.link = link  # type: ignore[assignment]
+        node.parts.crew.workers.first_left = None
+        node.parts.caching = SimpleNamespace(rigid=lambda _: "")
+        node.parts.controller = SimpleNamespace(at="10.0.0.1:29400")
+        ended = await after_all_nodes(node.parts, lambda: None, Outcome(kind, 5, "over"), PLACE)
+        assert isinstance(ended, Outcome)
+        assert (ended.kind, ended.code) == ("failed", 75)
+        why = stranger or "nothing is heard (10.0.0.1:29400)"
+        assert ended.reason == f"{why}; {'rank 1: boom' if kind == 'failed' else 'over'}"
+        assert node.run.said == [f"{why}: this node ends"]
+        assert node.course.category_of(ended, ended.code) == "infrastructure"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["finished", "signal", "stopped", "alone"])
 def test_what_is_no_failure_ends_one_node_as_it_is(tmp_path: Path, kind: Any) -> None:
     async def main() -> None:

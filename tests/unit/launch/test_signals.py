@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.launch.schedulers.slurm_preemption import Preemption
 from keepstep.launch.signals import (
     Sender,
     caught,
@@ -92,6 +93,19 @@ def test_a_preemption_is_announced_in_the_last_words_of_a_worker() -> None:
     assert line in found.text
     assert ending(TERM, SLURM, None, 0.0, lambda: [line + "\nstep\n" * 40]).kind == ""  # long ago
     assert ending(TERM, Sender(77, 1000, "bash"), None, 0.0, lambda: [line]).kind == ""
+
+
+def test_a_preemption_is_told_by_the_scheduler_and_asked_for_only_then() -> None:
+    told = Preemption("the job was preempted", 1060.0)
+    found = ending(TERM, SLURM, None, 1000.0, preempted=lambda: told)
+    assert (found.kind, found.exit_code, found.left_s(1000.0)) == ("preempted", 75, 55.0)
+    assert found.left_s(1058.0) == 20.0
+    asked: list[int] = []
+    by_hand = Sender(77, 1000, "bash")
+    ending(TERM, by_hand, None, 1000.0, preempted=lambda: asked.append(1))
+    ending(TERM, SLURM, 1000.0, 1000.0, preempted=lambda: asked.append(1))
+    assert asked == []
+    assert ending(TERM, SLURM, None, 1000.0, preempted=lambda: None).left_s(1000.0) == 0.0
 
 
 @pytest.mark.parametrize(

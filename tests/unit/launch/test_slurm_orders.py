@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from keepstep.core.incident import Culprit, Incident
-from keepstep.launch.slurm_orders import DRAIN, NodeRemedy, SlurmOrders, output_of
+from keepstep.launch.slurm_orders import DRAIN, DRAINS, NodeRemedy, SlurmOrders, output_of
+from keepstep.report.ended_run import End
 from keepstep.report.incidents import incident_to_json
 
 LOST = Culprit(node="n2", confidence="medium", cause="node lost")
@@ -21,9 +22,11 @@ CRASH = Incident(1, "crash", 3, 3, None, None, (LOST,), (), (), ())
 REASON = "[node_problem] keepstep run=12 incident=0001 node lost"
 SCONTROL = """#!/bin/sh
 echo "$@" >> {log}
-[ "$1 $2" = "show job" ] && echo "JobId=$3 JobState={job}" && exit
+[ "$1 $2" = "show job" ] && echo "JobId=$3 JobState={job}" && echo "   AdminComment=a" &&
+    if [ -e {log}.comment ]; then echo "   Comment=$(cat {log}.comment)"; fi && exit
 [ "$1" = show ] && case "$3" in n[12]) port={port};; *) port={others};; esac &&
-    echo "NodeName=$3 State={state} NodeAddr=127.0.0.1 Port=$port Reason=x" && exit
+    printf '%s\\n' "NodeName=$3 State={state} NodeAddr=127.0.0.1 Port=$port" "   Extra=Reason=y" "   {reason}" && exit
+[ "$1" = update ] && case "$3" in Comment=*) echo "${{3#Comment=}}" > {log}.comment;; esac
 [ "$1" = update ] && case "$2" in NodeName=*) exit {refuses};; esac
 exit 0
 """
@@ -43,6 +46,7 @@ class Bed:
         self,
         *,
         state: str = "ALLOCATED",
+        reason: str = "Reason=x",
         port: int = 1,
         refuses: int = 0,
         job: str = "RUNNING",
@@ -54,6 +58,7 @@ class Bed:
             SCONTROL.format(
                 log=self.folder / "log",
                 state=state,
+                reason=reason,
                 port=port,
                 refuses=refuses,
                 job=job,
@@ -160,14 +165,45 @@ def test_a_host_that_reaches_no_node_judges_none(bed: Bed) -> None:
     assert (bed.given, bed.said, orders.bad) == ([], [], []), "a firewall is no fault of the node"
 
 
-@pytest.mark.parametrize("state", ["DRAINED*", "DOWN+NOT_RESPONDING", "IDLE+DRAIN"])
-def test_somebody_elses_drain_stays_as_it_is(bed: Bed, state: str) -> None:
-    bed.scontrol(state=state)
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("DRAINED*", "Reason=x"),
+        ("DOWN+NOT_RESPONDING", "Reason=x"),
+        ("DOWN", "Reason=fan of rack 7 [root@2026-01-02T03:04:05]"),
+        ("DOWN*", "Reason=fan : Not responding [slurm@2026-01-02T03:04:05]"),
+        ("IDLE+DRAIN", ""),
+        ("DOWN*+DRAIN", "Reason=Not responding [slurm@2026-01-02T03:04:05]"),
+    ],
+)
+def test_somebody_elses_drain_stays_as_it_is(bed: Bed, state: str, reason: str) -> None:
+    bed.scontrol(state=state, reason=reason)
     orders = bed.orders()
     bed.incident()
     asyncio.run(orders.look())
     assert bed.given == [f"update JobId=12 Comment={REASON}"]
     assert bed.said == [f"n2 is drained or down already; {REASON}"]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("DOWN*", "Reason=Not responding [slurm@2026-01-02T03:04:05]"),
+        ("DOWN+NOT_RESPONDING", "Reason=Not responding"),
+        ("DOWN", ""),
+        ("DOWN", "Reason=none"),
+        ("ALLOCATED+POWERED_DOWN", "Reason=x"),
+    ],
+)
+def test_a_node_that_is_only_down_is_drained_as_slurm_would_give_it_away_once_it_answers(
+    bed: Bed, state: str, reason: str
+) -> None:
+    bed.scontrol(state=state, reason=reason)
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.said == [f"drained n2: {REASON}"]
+    assert bed.given[0] == f"update NodeName=n2 State=DRAIN Reason={REASON}"
 
 
 def test_who_may_not_drain_sees_that_said_and_the_job_avoids_the_node(bed: Bed) -> None:
@@ -197,6 +233,68 @@ def test_no_more_are_drained_than_the_budget_allows(bed: Bed) -> None:
         asyncio.run(orders.look())
     assert [line.split()[1] for line in bed.given] == ["NodeName=n1", "JobId=12", "JobId=12"]
     assert "is left as it is, as other nodes were drained within the hour" in bed.said[1]
+
+
+def test_a_later_start_of_the_job_has_what_is_left_of_the_budget(bed: Bed) -> None:
+    first = bed.orders()
+    bed.incident()
+    asyncio.run(first.look())
+    again = bed.orders()
+    bed.incident(replace(CRASH, number=2, culprits=(replace(LOST, node="n1"),)))
+    asyncio.run(again.look())
+    assert bed.said[1].startswith("n1 is left as it is, as other nodes were drained within the hour")
+    (kept,) = json.loads((bed.folder / DRAINS).read_text())["drained_unix_s"]
+    (bed.folder / DRAINS).write_text(json.dumps({"drained_unix_s": [kept - 3600]}))
+    after_an_hour = bed.orders()
+    bed.incident(replace(CRASH, number=3, culprits=(replace(LOST, node="n1"),)))
+    asyncio.run(after_an_hour.look())
+    assert bed.said[2].startswith("drained n1: ")
+    assert len(json.loads((bed.folder / DRAINS).read_text())["drained_unix_s"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "is not of keepstep's form"),
+        (b"[]", "is not of keepstep's form"),
+        (b'{"drained_unix_s": 7}', "is not of keepstep's form"),
+        (b'{"drained_unix_s": [null]}', "is not of keepstep's form"),
+        (b'{"drained_unix_s": [1' + b"0" * 400 + b"]}", "is not of keepstep's form"),
+        (b"\xff\xfe", "is not of keepstep's form"),
+        (b"[" * 60_000, "is not of keepstep's form"),
+        (b" " * (1 << 21), "is larger than"),
+    ],
+    ids=lambda one: repr(one[:30]),
+)
+def test_drains_that_cannot_be_read_are_a_line_and_the_node_is_drained(
+    bed: Bed, content: bytes, why: str
+) -> None:
+    (bed.folder / DRAINS).write_bytes(content)
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert bed.said[0].startswith(f"{bed.folder / DRAINS}: {why}")
+    assert bed.said[1:] == [f"drained n2: {REASON}"]
+    assert bed.orders("advise") is not None
+    assert len(bed.said) == 2, "the file is whole again, and nobody reads it where nothing is drained"
+
+
+def test_drains_that_cannot_be_kept_are_a_line(bed: Bed) -> None:
+    (bed.folder / DRAINS).mkdir()
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert [line.partition(": ")[2][:11] for line in bed.said[:1]] == ["is a folder"]
+    assert "cannot be written" in bed.said[1]
+    assert bed.said[2:] == [f"drained n2: {REASON}"]
+
+
+def test_a_drain_of_the_future_counts_for_an_hour_from_now(bed: Bed) -> None:
+    (bed.folder / DRAINS).write_text(json.dumps({"drained_unix_s": [time.time() + 1e6]}))
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    assert "is left as it is, as other nodes were drained within the hour" in bed.said[0]
 
 
 def test_a_site_has_its_own_command_without_a_shell(bed: Bed) -> None:
@@ -247,8 +345,61 @@ def test_while_slurm_does_not_answer_nothing_is_done_and_later_it_is(
     assert bed.said[1:] == [f"drained n2: {REASON}"]
 
 
+@pytest.mark.parametrize(("proven_s", "drained"), [(60.0, ["n2"]), (0.0, [])])
+def test_of_a_lost_node_nothing_is_done_once_its_silence_proves_nothing(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, proven_s: float, drained: list[str]
+) -> None:
+    """Slurm answers only after so long; by then somebody may have its slurmd down to mend it."""
+    monkeypatch.setattr("keepstep.launch.slurm_orders._AGAIN_S", 0.0)
+    scontrol = bed.folder / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    orders = bed.orders()
+    bed.incident()
+    asyncio.run(orders.look())
+    monkeypatch.setattr("keepstep.launch.slurm_orders._PROVEN_S", proven_s)
+    bed.scontrol()
+    asyncio.run(orders.look())
+    bed.incident(replace(CRASH, status="ended"))
+    asyncio.run(orders.look())
+    assert orders.bad == drained
+    assert [line.split()[1] for line in bed.given] == (["NodeName=n2", "JobId=12"] if drained else [])
+
+
+def test_the_users_own_comment_stays_in_front(bed: Bed) -> None:
+    comment = bed.folder / "log.comment"
+    comment.write_text("mine; see [ticket] 7\n")
+    orders = bed.orders("advise")
+    bed.incident()
+    asyncio.run(orders.look())
+    assert comment.read_text() == f"mine; see [ticket] 7; {REASON}\n"
+    asyncio.run(orders.tell_end(End(1, 1.0, "training", "rank 1 failed", "")))
+    assert comment.read_text() == "mine; see [ticket] 7; [keepstep] run=12 exit=1 (training) rank 1 failed\n"
+    comment.write_text("(null)\n")
+    asyncio.run(orders.tell_end(End(1, 1.0, "training", "rank 1 failed", "")))
+    assert comment.read_text() == "[keepstep] run=12 exit=1 (training) rank 1 failed\n"
+
+
+def test_the_comment_tells_how_a_job_ended_and_why(bed: Bed) -> None:
+    (bed.folder / "incidents" / "0002.txt").write_text('CRASH  rank 1 (n1): "no\x1b[31m label"\nmore\n')
+    orders = bed.orders("advise")
+    asyncio.run(orders.tell_end(End(1, 1.0, "training", "rank 1 failed", "0002")))
+    said = r"[keepstep] run=12 exit=1 (training) incident=0002 CRASH rank 1 (n1): 'no\x1b[31m label'"
+    assert bed.given == [f"update JobId=12 Comment={said}"]
+    asyncio.run(orders.tell_end(End(0, 1.0, "finished", "finished", "")))
+    asyncio.run(bed.orders("off").tell_end(End(1, 1.0, "training", "x" * 999, "")))
+    assert len(bed.given) == 1, "a job that finished keeps its comment, and off says nothing"
+    asyncio.run(orders.tell_end(End(1, 1.0, "training", "x" * 999, "")))
+    assert len(bed.given[-1]) == len("update JobId=12 Comment=") + 200
+
+
+def test_a_comment_that_cannot_be_read_is_not_replaced(bed: Bed) -> None:
+    (bed.folder / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {bed.folder}/log; exit 1\n')
+    asyncio.run(bed.orders("advise").tell_end(End(1, 1.0, "training", "rank 1 failed", "")))
+    assert bed.given == []
+
+
 def test_a_reason_is_not_taken_for_the_state(bed: Bed) -> None:
-    bed.scontrol(state="IDLE+DRAIN Reason=was State=IDLE")
+    bed.scontrol(state="IDLE+DRAIN", reason="Reason=was State=IDLE")
     orders = bed.orders()
     bed.incident()
     asyncio.run(orders.look())

@@ -52,6 +52,25 @@ def test_an_end_of_an_earlier_run_counts_not_whatever_clocks_say(
     assert asyncio.run(steps.run()) == code
 
 
+def test_the_jobs_comment_tells_its_end_and_not_that_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(tmp_path / "scontrol", f'[ "$1" = show ] || echo "$3" >> {tmp_path}/log')
+    environ = {**os.environ, "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n0"}
+    orders = SlurmOrders("12", ["n0"], tmp_path, "advise", print)
+    earlier = {"exit_code": 75, "ended_unix_s": 1, "category": "infrastructure", "reason": "lost"}
+    (tmp_path / "end.json").write_text(json.dumps(earlier))
+    program(tmp_path / "srun", "exit 0")
+    asyncio.run(SlurmSteps(["true"], tmp_path, 0, environ, orders, print).run())
+    assert not (tmp_path / "log").exists()
+    now = {"exit_code": 7, "ended_unix_s": 2, "category": "training", "reason": "rank 0 failed"}
+    program(tmp_path / "srun", f"echo '{json.dumps(now)}' > {tmp_path}/end.json; exit 7")
+    assert asyncio.run(SlurmSteps(["true"], tmp_path, 0, environ, orders, print).run()) == 7
+    said = "Comment=[keepstep] run=12 exit=7 (training) rank 0 failed"
+    assert (tmp_path / "log").read_text().splitlines() == [said]
+
+
 @pytest.mark.parametrize(("times", "begun"), [(2, ["n0", "n1", "n0", "n1"]), (1, ["n0", "n1"])])
 def test_a_launcher_that_a_new_run_has_left_behind_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, begun: list[str]
@@ -63,7 +82,7 @@ def test_a_launcher_that_a_new_run_has_left_behind_is_started_again(
         tmp_path / "srun",
         f"""cd {tmp_path}
 for word; do case $word in --nodelist=*) node=${{word#*=}};; esac; done
-if [ $node = n1 ]; then while [ ! -e begun ]; do sleep 0.1; done; fi
+if [ $node = n1 ]; then while [ ! -s begun ]; do sleep 0.1; done; fi
 echo $node >> begun
 runs=$(grep -c n0 begun)
 case $node$runs in

@@ -130,8 +130,8 @@ class Cache:
             else:
                 kept.append(descriptor)
 
-    def want_newest(self) -> None:
-        """Have the newest snapshot that all ranks which run here have sealed at the same moment brought to storage."""
+    def want_newest(self, count: int = 1) -> None:
+        """Have so many of the newest snapshots brought to storage that all ranks here have sealed at one moment."""
         moments: list[dict[Key, int]] = []
         for rank in (rank for rank in self._slots if rank < MOST_RANKS):
             moments.append({})
@@ -144,12 +144,12 @@ class Cache:
                     if record := read_record(view):
                         moments[-1][record.key] = read_header(view, record).moment
         together = set[Key]().union(*moments[:1]).intersection(*moments[1:])
-        newest = max((key for key in together if same_moment(own[key] for own in moments)), default=None)
+        newest = sorted(key for key in together if same_moment(own[key] for own in moments))[-count:]
         for rank in (rank for rank in self._slots if rank < MOST_RANKS):
             for descriptor in self.slots(rank):
                 with mapped(descriptor) as slot:
-                    if newest and slot.key() == newest:
-                        slot.want(newest)
+                    if (key := slot.key()) in newest:
+                        slot.want(key)
 
     def wanted(self) -> list[Key]:
         """The keys that all ranks which run here have sealed and that wait for storage, oldest first."""

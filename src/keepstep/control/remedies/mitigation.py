@@ -23,7 +23,7 @@ from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.replacement import Replacement
 from keepstep.core.evidence import Evidence
-from keepstep.core.incident import REPLACEMENT, Action
+from keepstep.core.incident import LEAST_GAIN, REPLACEMENT, Action
 from keepstep.core.summary import PathProbe
 from keepstep.wire.messages import Profile
 from keepstep.wire.packed import iterations_of
@@ -46,7 +46,6 @@ _ADJUST = 0.04  # other shares are ordered if they shorten an iteration by this 
 _EVEN = 0.025  # with equal shares at most this much slower than the best, the cause is gone
 _LOOKS = 2  # successive looks that must agree
 _SHARES_STEPS = 64  # steps after a move in which shares that fit are waited for
-_HELPED = 0.05  # a remedy that shortens an iteration by less than this share has not helped
 _SLOWER = 1.1  # least slowdown of the iteration for which ranks are blamed that nobody saw turn slow
 _CHECK_UPS = 6  # looks for slow ranks after a restart, until agents know how fast the job is
 _MOST_CASES = 16  # with so many open slowdowns, none is opened that the pace does not show
@@ -196,7 +195,7 @@ class Mitigation:
         ):
             return False
         equal, best = self.shares.fitting(replicas)
-        return replicas.iteration_s(best) < (1 - _HELPED) * replicas.iteration_s(equal)
+        return replicas.iteration_s(best) < (1 - LEAST_GAIN) * replicas.iteration_s(equal)
 
     def _decide(self, look: Look, now_s: float) -> None:
         if look.replicas is not None and (self.shares.in_force or self._check_ups):
@@ -269,7 +268,7 @@ class Mitigation:
         moved.devices = None
         equal, best = self.shares.fitting(expected)
         equal_s, best_s = expected.iteration_s(equal), expected.iteration_s(best)
-        if best_s < (1 - _HELPED) * equal_s:
+        if best_s < (1 - LEAST_GAIN) * equal_s:
             self._treat(best, Action(MICROBATCHES, 0.0, shares_in_words(best), equal_s, best_s), now_s)
 
     def _take_back(self, now_s: float) -> None:
@@ -312,7 +311,7 @@ class Mitigation:
         moved.case.acted(action, moved.action, say=True)
         if self._planner is None or moved.move is self._relocation:
             return
-        if iteration_s < (1 - _HELPED) * (moved.action.before_iteration_s or 0.0):
+        if action.has_helped:
             self._planner.undone(moved.move.name)  # it helped: the same remedy may be used on further nodes
         else:
             self._planner.refused(moved.move.name)

@@ -28,8 +28,9 @@ def resolve(host: str) -> list[str]:
     """The numeric addresses of a host, IPv4 first. Raises RunError where the name is unknown."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-    except OSError as error:
-        raise RunError(f"{host}: {error.strerror or error}; correct the host or use its address") from None
+    except (OSError, UnicodeError) as error:  # the latter: a label that is empty or too long
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{host}: {why}; correct the host or use its address") from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return sorted(addresses, key=lambda address: ":" in address)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.meeting import node_range
@@ -34,15 +36,36 @@ def fill_from_scheduler(given: argparse.Namespace, environ: Mapping[str, str], f
         return Allocation(warnings=(f"{error}; not needed, as flags say how the nodes meet",))
     if told is NOTHING_TOLD:
         return told
+    contradictions = tuple(_contradictions(given, told))
     if told.workers and "nproc_per_node" not in given.said:
         given.nproc_per_node = str(told.workers)
     if by_flags:
         if told.run_id and not told.master and "rdzv_id" not in given.said:
             given.rdzv_id = told.run_id  # the scheduler itself has set the flags, as PET_…
-        return Allocation(name=told.name, node=told.node, failure_domain=told.failure_domain)
+        names = Allocation(name=told.name, node=told.node, failure_domain=told.failure_domain)
+        return replace(names, warnings=contradictions)
+    if told.untold and _is_of_several(given, told):
+        raise UsageError(
+            f"--nnodes {given.nnodes}: which node this is and where the first one is cannot be told: {told.untold}; "
+            "give --node-rank, --master-addr and --master-port, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    told = replace(told, warnings=(*told.warnings, *contradictions))
     if told.node_rank >= 0 and _is_of_several(given, told):
         _let_meet(given, told)
     return told
+
+
+def _contradictions(given: argparse.Namespace, told: Allocation) -> Iterator[str]:
+    """Where flags that hold say something else than Slurm. In Kubernetes a node's rank may well be no pod's index."""
+    if not told.name.startswith("Slurm"):
+        return
+    rank, workers = given.node_rank, str(given.nproc_per_node).strip()
+    if "node_rank" in given.said and told.node_rank >= 0 and rank != told.node_rank:
+        yield f"--node-rank {rank}: by {told.name} this is node {told.node_rank} of {told.nodes}; the flag holds"
+    # The first node says it for all.
+    is_number = told.node_rank <= 0 and "nproc_per_node" in given.said and re.fullmatch("[0-9]{1,6}", workers)
+    if is_number and told.workers not in (0, int(workers)):
+        yield f"--nproc-per-node {workers}: {told.name} has {told.workers} GPUs on this node; the flag holds"
 
 
 def _is_of_several(given: argparse.Namespace, told: Allocation) -> bool:

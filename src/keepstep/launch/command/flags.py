@@ -6,6 +6,7 @@ Only words become values here; ``keepstep.launch.command.job`` checks what they 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ def _words(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
+_SHOWN = 40  # characters of a value in a message
 _UNUSED = "has no effect: "  # how the text of a flag begins that only torchrun needs
 _GROUPS = {
     "nodes and workers": (
@@ -224,6 +226,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], *, add_help: bool = T
         if flag.from_environment and f"PET_{flag.dest.upper()}" in environ
     }
     return given
+
+
+def with_variables(error: UsageError, argv: Sequence[str], environ: Mapping[str, str]) -> UsageError:
+    """An error about flags that nobody wrote names the variables that have their values."""
+    written = {word.partition("=")[0].replace("_", "-") for word in argv}
+    flags = [flag for flag in dict.fromkeys(re.findall(r"--[a-z][a-z-]*", str(error))) if flag not in written]
+    variables = [f"PET_{flag[2:].upper().replace('-', '_')}" for flag in flags]
+    told = [f"{name}={environ[name][:_SHOWN]!r}" for name in variables if name in environ]
+    return UsageError(f"{', '.join(told)}: {error}") if told else error
 
 
 def without_meaning(given: argparse.Namespace) -> list[str]:

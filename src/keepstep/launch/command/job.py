@@ -119,6 +119,13 @@ class Job:
 
 def job_from_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
     """Parse and check everything that was asked for. Raises UsageError, which says what to write instead."""
+    try:
+        return _checked(argv, environ)
+    except UsageError as error:
+        raise flags.with_variables(error, argv, environ) from None
+
+
+def _checked(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
     given = flags.parse(argv, environ)
     allocation = fill_from_scheduler(given, environ, own_name_with_domain())
     settings = resolve(

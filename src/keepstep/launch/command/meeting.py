@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.errors import UsageError
+from keepstep.launch.schedulers.local import host_in
 
 DEFAULT_RENDEZVOUS_PORT = 29400
 DEFAULT_MASTER_PORT = 29500
@@ -95,7 +96,7 @@ def parse_endpoint(flag: str, text: str, default_port: int | None) -> Endpoint:
     port = int(match[3]) if match[3] is not None else default_port
     if port is None or port > 65535:
         raise UsageError(f"{flag} {text}: give a port from 1 to 65535 after the host, as HOST:PORT")
-    return Endpoint(match[1] or match[2], port)
+    return Endpoint(host_in(flag, match[1] or match[2]), port)
 
 
 def _meeting_point(given: argparse.Namespace) -> Endpoint:
@@ -103,7 +104,10 @@ def _meeting_point(given: argparse.Namespace) -> Endpoint:
         port = DEFAULT_RENDEZVOUS_PORT if given.rdzv_backend == "c10d" else None
         return parse_endpoint("--rdzv-endpoint", given.rdzv_endpoint, port)
     if given.rdzv_backend == "static":
-        return Endpoint(given.master_addr.strip("[]"), given.master_port or DEFAULT_MASTER_PORT)
+        port = DEFAULT_MASTER_PORT if given.master_port is None else given.master_port
+        if not 0 < port < 65536:
+            raise UsageError(f"--master-port {port}: give a port from 1 to 65535 that all nodes know")
+        return Endpoint(host_in("--master-addr", given.master_addr), port)
     raise UsageError(
         f"--nnodes {given.nnodes} --rdzv-backend c10d: say where the nodes meet, --rdzv-endpoint HOST:PORT"
     )

@@ -14,7 +14,7 @@ from dataclasses import astuple
 from msgspec import structs
 
 from keepstep import wire
-from keepstep.core.errors import RunError, WireError
+from keepstep.core.errors import LostJobError, RunError, WireError
 from keepstep.core.within import within
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
@@ -128,7 +128,8 @@ class Link:
     async def join(self, timeout_s: float) -> Place:
         """Wait for the other nodes and return this node's place; a spare waits for as long as the job lasts.
 
-        Raises RunError, which says what was wrong last: refused, or not all nodes came within ``timeout_s``.
+        Raises RunError, which says what was wrong last: refused, or not all nodes came within ``timeout_s``;
+        LostJobError where a spare has not heard of its job for `PATIENCE_S`.
         """
         waiting = asyncio.get_running_loop().create_task(self._join_with_newest_secret())
         try:
@@ -167,7 +168,7 @@ class Link:
             if self.member.refusal:
                 raise RunError(f"controller {self.controller}: {self.member.refusal}")
             if self.member.is_spare and self.member.away_s(now_s()) > PATIENCE_S:
-                raise RunError(
+                raise LostJobError(
                     self.stranger
                     or f"controller {self.controller}: {self._trouble}: the job is gone, or out of reach"
                 )

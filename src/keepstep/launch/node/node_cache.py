@@ -31,8 +31,28 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _BRIEF_S = 2.0  # what is waited for less long is not worth a line
 _LOOK_S = 0.02
+_ALONE_S = 10.0  # for so long at least a step is waited for that other nodes may have, too
 _MOST_UNLIKE = 4
 """Sealed steps without one that is the same on all ranks before none is expected; it is known a step later."""
+
+
+class _Enough:
+    """Whether enough is on storage, where nodes that ended at unlike steps bring several of their newest there."""
+
+    def __init__(self, newest: Sequence[Key], now_s: float) -> None:
+        """``newest``: of this node; other nodes lack some of these, as long as one of them ran behind or ahead."""
+        self._left, self._since_s, self._late_s = list(newest), now_s, now_s
+        self._there: Key | None = None
+
+    def is_there(self, wanted: Sequence[Key], now_s: float) -> bool:
+        """Whether no newer one of them can be on storage than is there. ``wanted``: those that are not."""
+        if done := set(self._left).difference(wanted):
+            self._there = max(done)
+            self._late_s = now_s + max(_ALONE_S, 2 * (now_s - self._since_s))
+            self._left, self._since_s = [key for key in self._left if key in wanted], now_s
+        if self._there is None:
+            return False
+        return now_s >= self._late_s or not self._left or self._there > self._left[-1]
 
 
 class NodeCache:
@@ -74,25 +94,25 @@ class NodeCache:
             found[FAILURES_PER_DAY] = f"{job.persisting.failures_per_day:g}"
         return found
 
-    async def stored(self, wait_s: float, in_vain: Callable[[], bool], *, last: bool) -> str:
+    async def stored(self, wait_s: float, in_vain: Callable[[], bool], *, last: int) -> str:
         """Wait until all is on storage, or ``in_vain()``; returns a line about what is not, else "".
 
-        ``last``: the newest step that all ranks of this node have belongs there, too; where only those do that the
-        script asks for, it does so if one of them was put off. What keeps steps from storage is said by the agent, and
-        then nothing more is said.
+        ``last``: so many of the newest steps that all ranks of this node have belong there, too; where only those do
+        that the script asks for, they do so if one of them was put off. Of several, one that other nodes have as well
+        is enough. What keeps steps from storage is said by the agent, and then nothing more is said.
         """
         if self._made is None or self._job.persisting is None:
             return ""
         from keepstep.checkpoint.memory.cache_server import PUT_OFF, STORAGE_TROUBLE
 
         if last and (self._job.persisting.every != 0 or self._made[1].claimed(PUT_OFF)):
-            self._made[0].want_newest()
+            self._made[0].want_newest(last)
 
         where, begun_s, said = self._job.persisting.where, time.monotonic(), False
-        deadline_s = begun_s + wait_s
-        while wanted := self._made[0].wanted():
+        enough = _Enough(self._made[0].wanted()[-last:] if last > 1 else [], begun_s)
+        while (wanted := self._made[0].wanted()) and not enough.is_there(wanted, time.monotonic()):
             steps = ", ".join(str(key.step) for key in wanted)
-            if in_vain() or time.monotonic() >= deadline_s:
+            if in_vain() or time.monotonic() >= begun_s + wait_s:
                 lost = f"step {steps} is not on storage {where} and is lost"
                 return lost if self._made[1].claim(STORAGE_TROUBLE) else ""
             if (

@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 
 from keepstep.core.errors import UsageError
-from keepstep.launch.schedulers.local import Allocation, number_in
+from keepstep.launch.schedulers.local import Allocation, host_in, number_in
 
 MOST_PODS = 200_000
 PORT = 29400  # each pod has an address of its own, so that jobs do not meet
 _JOB = "Kubernetes job"
 _INDEX = "JOB_COMPLETION_INDEX"
 _VOLCANO_INDEX = "VC_TASK_INDEX"
+_OF_PODS = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
 _NAMES = (
     "NODE_NAME",
     "MY_NODE_NAME",
@@ -41,13 +42,22 @@ def allocation_of(environ: Mapping[str, str], fqdn: str) -> Allocation | None:
     node = next((environ[name] for name in _NAMES if environ.get(name)), "")
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
         master = environ.get("PET_MASTER_ADDR") or environ.get("PET_RDZV_ENDPOINT", "")
-        return Allocation(name=_JOB, run_id=_stem(master.partition(":")[0].partition(".")[0], 0), node=node)
-    if environ.get("MASTER_ADDR") and environ.get("WORLD_SIZE") and environ.get("RANK"):
+        return Allocation(
+            name=_JOB,
+            run_id=_stem(master.partition(":")[0].partition(".")[0], 0),
+            node=node,
+            untold="PET_NODE_RANK and PET_MASTER_ADDR are not set",
+        )
+    if all(environ.get(name, "").strip() for name in _OF_PODS):
         return _of_pods(environ, node)
-    if environ.get(_VOLCANO_INDEX):
+    if environ.get(_VOLCANO_INDEX, "").strip():
         return _of_volcano(environ, node)
     index = number_in(environ, _INDEX, MOST_PODS)
-    return Allocation(name=_JOB, node=node) if index is None else _indexed(index, node, fqdn)
+    if index is not None:
+        return _indexed(index, node, fqdn)
+    empty = [name for name in (*_OF_PODS, _VOLCANO_INDEX, _INDEX) if not environ.get(name, "-").strip()]
+    untold = f"{', '.join(empty)} is empty" if empty else f"{_INDEX} is not set"
+    return Allocation(name=_JOB, node=node, untold=untold)
 
 
 def _of_pods(environ: Mapping[str, str], node: str) -> Allocation:
@@ -55,14 +65,19 @@ def _of_pods(environ: Mapping[str, str], node: str) -> Allocation:
     rank = number_in(environ, "RANK", MOST_PODS) or 0
     if rank >= pods:
         raise UsageError(f"RANK={rank} with WORLD_SIZE={pods}: a pod's rank is from 0 to WORLD_SIZE - 1")
-    port = number_in(environ, "MASTER_PORT", 65535) or PORT
+    port = number_in(environ, "MASTER_PORT", 65535)
+    if not port and "MASTER_PORT" in environ:
+        raise UsageError(
+            f"MASTER_PORT={environ['MASTER_PORT']!r}: is no number from 1 to 65535; correct it, or unset it"
+        )
+    master = host_in("MASTER_ADDR", environ["MASTER_ADDR"])
     return Allocation(
         name=_JOB,
         nodes=pods,
         node_rank=rank,
-        master=environ["MASTER_ADDR"],
-        port=port,
-        run_id=_stem(environ["MASTER_ADDR"].partition(".")[0], 0),
+        master=master,
+        port=port or PORT,
+        run_id=_stem(master.partition(".")[0], 0),
         node=node,
     )
 
@@ -70,19 +85,20 @@ def _of_pods(environ: Mapping[str, str], node: str) -> Allocation:
 def _of_volcano(environ: Mapping[str, str], node: str) -> Allocation:
     """From the service plugin: each task of the job has its hosts in a variable; only a job of one task is known."""
     lists = [name for name in environ if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
-    hosts = environ[lists[0]].split(",") if len(lists) == 1 else []
+    if len(lists) != 1:
+        return Allocation(name=_JOB, node=node, untold=f"of VC_…_HOSTS there are {len(lists)}, and not one")
+    hosts = environ[lists[0]].split(",")
     index = number_in(environ, _VOLCANO_INDEX, MOST_PODS) or 0
-    if not hosts:
-        return Allocation(name=_JOB, node=node)
+    master = host_in(lists[0], hosts[0])
     if index >= len(hosts):
         raise UsageError(f"{_VOLCANO_INDEX}={index}: {lists[0]} names {len(hosts)} hosts only")
     return Allocation(
         name=_JOB,
         nodes=len(hosts),
         node_rank=index,
-        master=hosts[0],
+        master=master,
         port=PORT,
-        run_id=_stem(hosts[0].partition(".")[0], 0),
+        run_id=_stem(master.partition(".")[0], 0),
         node=node,
     )
 
@@ -92,7 +108,8 @@ def _indexed(index: int, node: str, fqdn: str) -> Allocation:
     host, dot, domain = fqdn.partition(".")
     stem = _stem(host, index)
     if not stem:
-        return Allocation(name=_JOB, node_rank=index, node=node)
+        untold = f"{_INDEX}={index}, and the pod's name is {host}, not NAME-{index}"
+        return Allocation(name=_JOB, node_rank=index, node=node, untold=untold)
     return Allocation(
         name=f"{_JOB} {stem}",
         node_rank=index,

@@ -1,12 +1,12 @@
 """Which nodes a scheduler should keep other jobs from, as a run's incidents tell. Pure: incidents in, faults out.
 
 A fault needs a proof that is not a rank's word: what the kernel says, or that the scheduler cannot reach the node
-either, or that its ranks were measured to be slow and a spare has taken their place. See docs/howto/slurm.md.
+either, or that its ranks were measured to be slow and are not on a spare. See docs/design/schedulers.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,7 @@ from keepstep.core.incident import REPLACEMENT, Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.told import KERNEL_SOURCES
 from keepstep.launch.node.checks.kernel_log import tell_of_broken_hardware
+from keepstep.report.validation import clears
 
 _MOST_REASON = 200  # characters
 _HOUR_S = 3600.0
@@ -50,11 +51,11 @@ def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFaul
             yield NodeFault(node, "hardware", number, f"{rank}{cause.title}")
         return
     slow: set[str] = set()
+    is_nodes = _is_nodes(incident)
     for one in incident.culprits:
         if incident.kind == "crash" and one.rank is None and one.cause == "node lost" and one.node:
             yield NodeFault(one.node, "lost", number, "node lost")
-        acted = any(action.name == REPLACEMENT for action in incident.actions)
-        replaced = acted and bool(members) and one.node not in members
+        replaced = is_nodes and bool(members) and one.node not in members
         if incident.kind == "slow" and one.rank is not None and one.confidence == "high" and replaced:
             if one.node in slow:
                 continue  # all ranks of a slow node are slow
@@ -62,12 +63,28 @@ def faults_of(incident: Incident, members: Collection[str]) -> Iterator[NodeFaul
             yield NodeFault(one.node, "slow", number, f"rank={one.rank} slow x{one.slowdown:.1f}")
 
 
+def _is_nodes(incident: Incident) -> bool:
+    """Whether a slowness is the node's, not that of what its ranks do: on a spare the same ranks were faster.
+
+    Not where a validation has found devices and links to be alike.
+    """
+    replaced = [one for one in incident.actions if one.name == REPLACEMENT]
+    alike = any(one.what == "validation" and clears(one.detail) for one in incident.events)
+    return bool(replaced) and replaced[-1].has_helped and not alike
+
+
 class DrainBudget:
     """How many nodes may be taken from other jobs: within an hour a tenth of the job's, and one at least."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, taken_s: Iterable[float] = ()) -> None:
+        """``taken_s``: when nodes were taken before, by the clock that `take` is given."""
         self.most = max(1, nodes // 10)
-        self._taken_s: list[float] = []
+        self._taken_s = list(taken_s)
+
+    @property
+    def taken_s(self) -> tuple[float, ...]:
+        """When nodes were taken, as far as it still counts."""
+        return tuple(self._taken_s)
 
     def take(self, now_s: float) -> bool:
         """Whether one more may be taken now; it counts as taken then."""

@@ -69,6 +69,22 @@ def test_torchruns_variables_are_flags() -> None:
     assert job(PET_NPROC_PER_NODE="2", SLURM_GPUS_ON_NODE="8").nproc == 2
 
 
+def test_flags_that_contradict_slurm_hold_and_it_is_said() -> None:
+    meet = ("--nnodes=5", "--master-addr=h", "--master-port=2")
+    made = job("--node-rank=1", *meet)
+    assert made.warnings == ("--node-rank 1: by Slurm job 4711 this is node 2 of 5; the flag holds",)
+    assert job(*meet, PET_NODE_RANK="0").rendezvous.node_rank == 0
+    assert job("--node-rank=2", *meet).warnings == ()
+    first = {"SLURMD_NODENAME": "n0", "SLURM_GPUS_ON_NODE": "8"}
+    made = job("--nproc-per-node=4", **first)
+    said = "--nproc-per-node 4: Slurm job 4711 has 8 GPUs on this node; the flag holds"
+    assert (made.nproc, made.warnings) == (4, (said,))
+    assert job(PET_NPROC_PER_NODE="4", **first).warnings == (said,)
+    assert job("--nproc-per-node=4", SLURM_GPUS_ON_NODE="8").warnings == (), "the first node says it for all"
+    for agreed in ("8", "08", "cpu"):
+        assert job(f"--nproc-per-node={agreed}", **first).warnings == ()
+
+
 def test_one_node_is_a_job_of_one_node() -> None:
     made = job(SLURM_STEP_NODELIST="n2", SLURM_STEP_TASKS_PER_NODE="1")
     assert (made.max_nodes, made.rendezvous.endpoint, made.master_addr) == (1, None, "127.0.0.1")

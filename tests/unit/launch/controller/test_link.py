@@ -12,7 +12,7 @@ import pytest
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep import wire
-from keepstep.core.errors import RunError
+from keepstep.core.errors import LostJobError, RunError
 from keepstep.core.finding import Finding
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.meeting import Endpoint
@@ -288,6 +288,29 @@ def test_a_node_without_workers_waits_in_vain_for_the_controller_of_a_run_that_b
         assert link.stranger == f"another run has begun at {link.controller}, with another secret"
         await link.close()
         await after.close()
+
+    asyncio.run(main())
+
+
+def test_a_spare_that_hears_of_its_job_no_more_is_no_wrong_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends so that a scheduler starts it again: one that fails a job for code 2 would end what goes on."""
+    monkeypatch.setattr(linking, "PATIENCE_S", 0.2)
+    secret = wire.write_secret(tmp_path / "secret")
+
+    async def main() -> None:
+        opened: list[wire.Connection] = []
+        server = await controller_of("job", secret, opened)
+        link = linked(tmp_path, "job", server.port, warned=[])
+        joining = asyncio.create_task(link.join(60.0))
+        while not link.connected.is_set():
+            await asyncio.sleep(0.01)
+        link.member.received(wire.Spare(2))
+        await server.close()
+        with pytest.raises(LostJobError, match="the job is gone, or out of reach"):
+            await joining
+        await link.close()
 
     asyncio.run(main())
 
