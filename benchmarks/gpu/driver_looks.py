@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -37,8 +38,7 @@ def _look(asked: subprocess.Popen[bytes], gpu: str, found: list[Look]) -> None:
     assert asked.stdout is not None
     while True:
         try:
-            asked.stdin.write(b"\n")
-            asked.stdin.flush()
+            os.write(asked.stdin.fileno(), b"\n")
         except OSError:
             return
         line = asked.stdout.readline()

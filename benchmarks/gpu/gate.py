@@ -80,10 +80,10 @@ def abort(bench: Bench, tries: Sequence[dict[str, Any]]) -> None:
     peers = {
         "from": round(min(took), 3),
         "to": round(max(took), 3),
-        "compute stream let go, median (s)": round(statistics.median(one["left_s"] for one in came), 3),
+        "gate open to step made, median (s)": round(statistics.median(one["let_go_s"] for one in came), 3),
         "GPU still busy with the load": f"{sum(one['under_load'] for one in tries)} of {len(tries)}",
     }
-    limit = "two ranks on one GPU, over sockets; the gate opens 0.3 s after the abort began, at the latest"
+    limit = "two ranks on one GPU, over sockets; the gate opens 0.4 s after the abort began, at the latest"
     bench.add(STUCK, statistics.median(took), "s", peers=peers, limit=limit)
     fed = sum(one["fed"] for one in tries)
     bench.add(f"{STUCK}: steps fed while the gate was closed", f"{fed} of {len(tries)}", "", met=fed == 0)

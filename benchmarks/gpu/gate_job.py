@@ -150,6 +150,10 @@ def abort(device: str, quick: bool) -> dict[str, Any]:
             break
         if rank != 0:
             group.abort()
+    if rank == 0:  # it has the store, and leaves last
+        store.wait(["over"])
+    else:
+        store.set("over", "yes")
     return {"stands": gate.stands, "tries": tries}
 
 
@@ -175,16 +179,17 @@ def _stuck(
     gate.close()
     thread.start()
     thread.join(CLOSED_S)
-    fed = _fed(weight)
     under_load = not busy.query()
+    time.sleep(0.1)  # for a step that no gate stands before
+    told: dict[str, Any] = {"abort_s": None, "fed": _fed(weight), "under_load": under_load}
+    opened_s = time.monotonic()
     gate.open()
     thread.join(RETURNS_S)
-    if not ended_s:
-        return {"abort_s": None, "fed": fed, "under_load": under_load}
-    behind.synchronize()
-    left_s = time.monotonic() - begun_s
-    gate.renew()
-    return {"abort_s": ended_s[0] - begun_s, "left_s": left_s, "fed": fed, "under_load": under_load}
+    if ended_s:
+        behind.synchronize()
+        told |= {"abort_s": ended_s[0] - begun_s, "let_go_s": time.monotonic() - opened_s}
+        gate.renew()
+    return told
 
 
 def _load() -> torch.cuda.Event:

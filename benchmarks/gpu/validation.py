@@ -30,11 +30,11 @@ _SHARED = "two ranks take turns on one GPU; their link is one of NCCL's over soc
 
 
 class Told(NamedTuple):
-    """One validation: what came of it, seconds until the answer, and bytes that it took on the GPU (-1: not seen)."""
+    """One validation: what came of it, seconds until the answer; the GPU's free bytes before, at least, and after."""
 
     outcome: Validation
     took_s: float
-    taken: int
+    free: tuple[int, int, int] | None  # None: the driver did not tell
 
 
 def validation(bench: Bench) -> None:
@@ -120,7 +120,7 @@ def validated(running: Running) -> Told:
             took_s = time.monotonic() - asked_s
         if answer.outcome is not None:
             free = [look.free for look in found if look.free >= 0]
-            return Told(answer.outcome, took_s, free[0] - min(free) if free else -1)
+            return Told(answer.outcome, took_s, (free[0], min(free), free[-1]) if free else None)
         refused = answer.refused
         time.sleep(_PAUSE_S)
     raise RuntimeError(f"no validation: refused: {refused}")
@@ -139,9 +139,11 @@ def shown(
 ) -> None:
     """Seconds, memory, figures and verdict of some validations. ``usual``: figures to lay beside them."""
     outcomes = [one.outcome for one in told]
-    taken = max(one.taken for one in told)
+    free = [one.free for one in told if one.free]
     peers: dict[str, Any] = {"asked to answered (s)": round(statistics.median(one.took_s for one in told), 2)}
-    peers |= {"taken on the GPU (MiB)": taken >> 20} if taken >= 0 else {}
+    if free:  # torch keeps what it has taken once
+        peers["taken on the GPU (MiB)"] = max(before - least for before, least, _ in free) >> 20
+        peers["of that kept (MiB)"] = max(before - after for before, _, after in free) >> 20
     for test, value in speeds(outcomes).items():
         peers[f"{test} (TFLOP/s)"] = round(value, 1)
         if usual and usual.get(test):
