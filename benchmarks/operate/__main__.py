@@ -34,6 +34,7 @@ from benchmarks.operate.kube_plans import KubePlan
 from benchmarks.operate.kube_plans import plan_of as kube_plan_of
 from benchmarks.operate.kube_trial import run_seed as run_kube_seed
 from benchmarks.operate.plans import plan_of
+from benchmarks.operate.rows import seeds_in
 from benchmarks.operate.trial import run_seed, undisturbed
 
 
@@ -77,10 +78,8 @@ def main() -> None:
         if reason := slurm_bed.missing() if in_slurm else kube_bed.missing():
             parser.error(reason)
         out.mkdir(parents=True, exist_ok=True)
-        ranges = [one.partition("-") for one in given.seeds.split(",")]
-        seeds = [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
         with tempfile.TemporaryDirectory(prefix="operate-") as top:
-            for seed in seeds:
+            for seed in seeds_in(given.seeds):
                 plan = plan_of(seed) if in_slurm else kube_plan_of(seed)
                 world = plan.nodes * plan.ranks
                 folder = Path(top, f"seed-{seed}")

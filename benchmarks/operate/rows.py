@@ -34,3 +34,9 @@ def row_of(plan: Any, node: str, seen: Any, wrong: Sequence[str], began_s: float
         "load": round(os.getloadavg()[0], 1),
         "wall_s": round(time.monotonic() - began_s, 1),
     }
+
+
+def seeds_in(text: str) -> list[int]:
+    """The numbers of ``3,17,40-119``."""
+    ranges = [one.partition("-") for one in text.split(",")]
+    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
