@@ -88,7 +88,7 @@ def _counted(action: Callable[[], None]) -> Mapping[str, int]:
         device, stream = Device(), torch.cuda.current_stream().cuda_stream
         before = device.waits_of(stream)
         act()
-        put, awaited = (now - was for now, was in zip(device.waits_of(stream), before, strict=True))
+        put, awaited = (after - was for after, was in zip(device.waits_of(stream), before, strict=True))
         return {"waits put on the training's streams": put, "the host's waits for them": awaited}
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile

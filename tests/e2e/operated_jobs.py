@@ -75,6 +75,15 @@ class Operated:
             )
         return self.operators[-1]
 
+    def let_operator_look(self, times: int) -> None:
+        """Wait until the operator has looked after its Lease, and so at everything, so many times more."""
+
+        def looked() -> int:
+            return sum("/leases/" in path for _, path, _ in self.faulty.seen)
+
+        before = looked()
+        until(lambda: looked() >= before + times, "the operator looks")
+
     def run(self, *flags: str) -> str:
         """Run an operator's order to its end; what it says."""
         command = [sys.executable, "-m", "keepstep.cli", "operator", *flags]

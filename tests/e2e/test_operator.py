@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,7 +223,7 @@ def test_an_old_definition_a_stuck_deletion_and_no_definition_at_all(cluster: Op
     until(lambda: "deletionTimestamp" in cluster.job()["metadata"], "it is to be deleted")
     cluster.api.delete(f"{PODS}/train-1")
     until(lambda: "train-1" not in cluster.pods(), "the pod is gone", 60)
-    time.sleep(3)  # looks of the operator
+    cluster.let_operator_look(3)
     assert cluster.said().count("make pod default/train-1") == 1
     cluster.change({"metadata": {"finalizers": None}})
     until(lambda: not cluster.pods(), "Kubernetes has cleaned up", 180)  # it looks for new kinds every 30 s

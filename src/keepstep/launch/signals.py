@@ -32,7 +32,8 @@ _EARLY_S, _LATE_S = 180.0, 600.0
 ROWS = {"time-limit": "slurm-time-limit", "preempted": "slurm-preempted"}
 """Rows of the tables of messages by their kind, where the scheduler ends the job."""
 _LAST_LINES = 30
-_ASKING_S = 10.0  # of the 30 s that Slurm leaves where nothing else is set; it is busy then
+_ASKING_S = 10.0
+"""Most seconds that Slurm's answer is waited for. It is busy as it ends jobs, and leaves them 30 s (KillWait)."""
 _LAST_WORDS_S = 5.0  # what the end of the launcher itself may take
 _KILL_WAIT_S = 20.0  # between SIGTERM and SIGKILL Slurm leaves 30 s (KillWait) where nothing else is set
 _RESTART_S = 30.0  # what is left of the job's time below which a restart is in vain

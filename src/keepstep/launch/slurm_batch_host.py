@@ -29,16 +29,27 @@ async def end_without_batch_host(environ: Mapping[str, str], code: int, say: Cal
     job, host = job_of(environ), nodes_in(environ, OWN_NODES)[0]
     if environ.get("SLURMD_NODENAME") == host:
         return
-    until_s = time.monotonic() + _PATIENCE_S
+    until_s, said = time.monotonic() + _PATIENCE_S, False
     while time.monotonic() < until_s:
         told = fields_in(await output_of("scontrol", "show", "job", job))
         has_begun_again = told.get("Restarts") != (environ.get("SLURM_RESTART_COUNT") or "0")
-        if told.get("JobState") != "RUNNING" or has_begun_again:
+        # Under salloc no batch script is lost: the nodes stay with whoever asked for them.
+        is_batch = told.get("BatchFlag", "0") != "0"
+        if told.get("JobState") != "RUNNING" or has_begun_again or not is_batch:
             return
-        if host not in expand_nodes(told.get("NodeList", "")):
+        try:
+            left = expand_nodes(told.get("NodeList", ""))
+        except ValueError:  # Slurm tells no list: nothing is known, so nothing is ordered
+            return
+        if host not in left:
             break
         if not await is_unreachable(await output_of("scontrol", "show", "node", host)):
             return
+        if not said:
+            said = True
+            say(
+                f"{host}, the host of the batch script, does not answer: waiting for Slurm to take it for lost"
+            )
         await asyncio.sleep(_LOOK_S)
     else:
         return

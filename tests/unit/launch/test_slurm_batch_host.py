@@ -12,22 +12,24 @@ from keepstep.launch.slurm_batch_host import REQUEUES, end_without_batch_host
 PROGRAM = """#!/bin/sh
 echo "${{0##*/}} $*" >> {folder}/orders
 case "$2" in
-  job) echo "JobId=7 JobState={state} Restarts={restarts} ReqNodeList=(null) NodeList={nodes}";;
+  job) echo "JobId=7 JobState={state} Restarts={restarts} BatchFlag={batch} ReqNodeList=(null) NodeList={nodes}";;
   node) echo "NodeAddr=127.0.0.1 Port={port}";;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("state", "restarts", "nodes", "node", "code", "requeues", "ordered"),
+    ("state", "restarts", "nodes", "node", "code", "requeues", "batch", "ordered"),
     [
-        ("RUNNING", 0, "n[1-2]", "n1", 0, "1", ["scancel 7"]),
-        ("RUNNING", 0, "n[1-2]", "n1", 75, "1", ["scontrol requeue 7"]),
-        ("RUNNING", 0, "n[1-2]", "n1", 75, "", ["scancel 7"]),
-        ("RUNNING", 1, "n[1-2]", "n1", 75, "1", []),  # Slurm has begun it again
-        ("COMPLETING", 0, "n[1-2]", "n1", 75, "1", []),
-        ("RUNNING", 0, "n[0-2]", "n1", 75, "1", []),  # the batch host answers
-        ("RUNNING", 0, "n[1-2]", "n0", 75, "1", []),
+        ("RUNNING", 0, "n[1-2]", "n1", 0, "1", 1, ["scancel 7"]),
+        ("RUNNING", 0, "n[1-2]", "n1", 75, "1", 1, ["scontrol requeue 7"]),
+        ("RUNNING", 0, "n[1-2]", "n1", 75, "", 1, ["scancel 7"]),
+        ("RUNNING", 1, "n[1-2]", "n1", 75, "1", 1, []),  # Slurm has begun it again
+        ("COMPLETING", 0, "n[1-2]", "n1", 75, "1", 1, []),
+        ("RUNNING", 0, "n[0-2]", "n1", 75, "1", 1, []),  # the batch host answers
+        ("RUNNING", 0, "n[1-2]", "n0", 75, "1", 1, []),
+        ("RUNNING", 0, "n[1-2]", "n1", 0, "1", 0, []),  # salloc: no batch script was lost
+        ("RUNNING", 0, "n[1-", "n1", 0, "1", 1, []),
     ],
 )
 def test_the_job_is_ended_or_begun_again_once(
@@ -39,13 +41,15 @@ def test_the_job_is_ended_or_begun_again_once(
     node: str,
     code: int,
     requeues: str,
+    batch: int,
     ordered: list[str],
 ) -> None:
     async def end() -> None:
         server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         for name in ("scontrol", "scancel"):
-            text = PROGRAM.format(folder=tmp_path, state=state, restarts=restarts, nodes=nodes, port=port)
+            told = {"state": state, "restarts": restarts, "nodes": nodes, "batch": batch}
+            text = PROGRAM.format(folder=tmp_path, port=port, **told)
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         environ = {
