@@ -151,6 +151,12 @@ class NodeChecks:
         return "; ".join(one.text for one in (*self._results, *self._noted) if one.unfit)
 
     @property
+    def kernel_told(self) -> tuple[tuple[str, float], ...]:
+        """Lines in which the kernel has told of broken hardware since the workers began, with their Unix times."""
+        ago_s = time.time() - time.monotonic()
+        return tuple((one.told, one.told_s + ago_s) for one in self._results if one.told)
+
+    @property
     def is_broken(self) -> bool:
         """Whether the kernel has told of broken hardware since the workers began."""
         return any(one.broken for one in self._results)
