@@ -55,8 +55,8 @@ class JobWords:
         ``moved_on_s``: until when, on that clock, all ranks of a node made progress; None: that is not known.
         """
         self._unix_s, self._moved_on_s = unix_s, moved_on_s
-        self._since_unix_s = 0.0
-        self._until_unix_s = math.inf
+        self._since_unix_s: float = 0.0
+        self._until_unix_s: float = math.inf
         self._told: dict[str, list[Told]] = {}  # by node
         self._streams: dict[tuple[str, int, str], int] = {}  # numbers of streams, by node, rank and name
         self._lines = self._following = 0
