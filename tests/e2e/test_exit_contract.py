@@ -47,10 +47,8 @@ time.sleep(60)
     assert told["nodes"] == [os.uname().nodename]
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-watch",)], ids=["watched", "not watched"])
-def test_a_broken_node_that_a_spare_replaces_is_named_by_its_kernels_words(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
-) -> None:
+def broken_on_node_1(nodes: Nodes) -> Path:
+    """A script whose rank on node 1 meets broken hardware, of which the kernel tells once."""
     script = nodes.folder / "job.py"
     script.write_text(f"""
 import os, sys, time
@@ -59,10 +57,19 @@ open(f"{{folder}}/start-{{node}}", "w").close()
 while not os.path.exists(f"{{folder}}/go"): time.sleep(0.01)
 if node == "node-1":
     at = round(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
-    open(f"{{folder}}/kmsg-1", "a").write(f"3,{{at}},{{at}},-;{XID}\\n")
+    log = f"{{folder}}/kmsg-1"
+    if not os.path.getsize(log): open(log, "a").write(f"3,{{at}},{{at}},-;{XID}\\n")
     raise RuntimeError({ECC!r})
 while not os.path.exists(f"{{folder}}/start-node-2"): time.sleep(0.01)
 """)
+    return script
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-watch",)], ids=["watched", "not watched"])
+def test_a_broken_node_that_a_spare_replaces_is_named_by_its_kernels_words(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    script = broken_on_node_1(nodes)
     for number in range(3):
         log = nodes.folder / f"kmsg-{number}"
         log.touch()
@@ -77,6 +84,22 @@ while not os.path.exists(f"{{folder}}/start-node-2"): time.sleep(0.01)
     incident = msgspec.json.decode(told, type=Incident)
     faults = list(faults_of(incident, ["node-0", "node-2"]))
     assert [(one.node, one.kind) for one in faults] == [("node-1", "hardware")], incident.cause
+
+
+def test_a_job_that_fails_again_on_a_broken_node_is_to_begin_elsewhere(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = broken_on_node_1(nodes)
+    (nodes.folder / "go").touch()
+    for number in range(2):
+        log = nodes.folder / f"kmsg-{number}"
+        log.touch()
+        monkeypatch.setenv("KEEPSTEP_KERNEL_LOG", str(log))
+        nodes.start(str(script), str(nodes.folder))
+    assert nodes.codes() == [75, 75], nodes.said()
+    told = json.loads((nodes.folder / "run/end.json").read_text())
+    assert (told["category"], told["cause"]) == ("infrastructure", {"class": "node", "kind": "hardware"})
+    assert "restart 1 of 1" in nodes.said()
 
 
 def test_a_spare_that_is_sent_a_signal_ends_alone(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
