@@ -146,8 +146,9 @@ Result look_for_errors(Core& core) {
   return core.error;
 }
 
-// STAND_IN_ABORT: "quick" returns at once; "slow" after half a second, as on an H100; "stream" when all that was enqueued of the communicator has left the device,
-// and with it all that is enqueued before; "ranks" when all living ranks have called it, too; "never" does not return; "fails" does nothing, and says so.
+// STAND_IN_ABORT: "quick" returns at once; "slow" after half a second, as on an H100; "stream" when all that was enqueued of the
+// communicator has left the device, and with it all that is enqueued before; "ranks" when all living ranks have called it, too;
+// "never" does not return; "fails" does nothing, and says so.
 Result abort_core(const CorePointer& core) {
   static const std::string how = setting("STAND_IN_ABORT") == nullptr ? "quick" : setting("STAND_IN_ABORT");
   if (how == "fails") return kInvalidUsage;
