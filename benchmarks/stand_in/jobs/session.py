@@ -3,11 +3,12 @@
     python session.py STEPS FOLDER
 
 Each rank adds ``step loss time`` to ``FOLDER/losses-RANK`` once its device has the loss, so that the host is up to
-three steps ahead, ``incarnation step process`` to ``FOLDER/begun-RANK`` whenever it begins, and
-``incarnation process time`` to ``FOLDER/trained-RANK`` once its device has the loss of that step. A rank plays the
-fault in ``FOLDER/order-RANK`` in the step in which it finds it. In the environment: ``LAYOUT`` is "ddp" or "fsdp2"; all
-ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with ``GATE=none`` the optimizer's kernels stand behind no
-gate, and keepstep does not know it; ``BALLAST_GB`` is memory of the device that each rank takes besides.
+three steps ahead, ``incarnation step process`` to ``FOLDER/begun-RANK`` whenever it begins, and for each of the first
+four steps after that ``incarnation process time step`` to ``FOLDER/trained-RANK`` once its device has the loss of it.
+A rank plays the fault in ``FOLDER/order-RANK`` in the step in which it finds it. In the environment: ``LAYOUT`` is
+"ddp" or "fsdp2"; all ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with ``GATE=none`` the optimizer's
+kernels stand behind no gate, and keepstep does not know it; ``BALLAST_GB`` is memory of the device that each rank takes
+besides.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import keepstep
 from keepstep.session.device_gate import DeviceGate
 
 AHEAD = 3  # steps
+TOLD = 4  # steps of an incarnation behind which the host waits for its device, and notes when it was
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
 WAIT_AT = int(os.environ.get("WAIT_AT", "-1"))
 BALLAST_BYTES = int(float(os.environ.get("BALLAST_GB", "0")) * 2**30)
@@ -108,10 +110,11 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         late.append(on_its_way(step, loss))
-        note_losses(path, late, AHEAD if step > start else 0)
-        if step == start:
-            words = session.incarnation, os.getpid(), f"{time.time():.4f}"
+        if step < start + TOLD:
+            late[-1].has_come.synchronize()
+            words = session.incarnation, os.getpid(), f"{time.time():.4f}", step
             note(folder / f"trained-{session.rank}", *words)
+        note_losses(path, late, AHEAD)
         time.sleep(PAUSE_S)
     note_losses(path, late, 0)
     del ballast
@@ -122,7 +125,7 @@ def note_losses(path: Path, late: deque[Loss], most: int) -> None:
     while late and (len(late) > most or late[0].has_come.query()):
         late[0].has_come.synchronize()
         step, value, _ = late.popleft()
-        note(path, step, float(value).hex(), f"{time.time():.3f}")
+        note(path, step, float(value).hex(), f"{time.time():.4f}")
 
 
 def note(path: Path, *words: object) -> None:
