@@ -16,6 +16,7 @@ SCRIPT = ROOT / "tests/e2e/own_saves.py"
 RANKS, STEPS, EVERY, WAITS_AT, DIES_AT = 2, 20, 5, 8, 12
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "words",
     [
