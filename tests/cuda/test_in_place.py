@@ -50,6 +50,7 @@ def losses(folder: Path) -> list[dict[int, set[str]]]:
         ("optimizer", "quick"),
         pytest.param("backward", "stream", marks=pytest.mark.long),
         pytest.param("optimizer", "never", marks=pytest.mark.long),
+        ("backward", "late"),
     ],
 )
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
@@ -59,6 +60,8 @@ def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
     done = run(SESSION, [str(STEPS), str(plain)], plain, ranks=2, values=True)
     assert done.exit_code == 0, done.console
     folder, settings = tmp_path / "hurt", {"WAIT_AT": str(AT - 2), "STAND_IN_ABORT": abort}
+    if abort == "late":  # the training is left while its host sleeps, long before the abort
+        settings |= {"STAND_IN_ABORT": "quick", "ABORT_LATE_S": "0.7", "PAUSE_S": "0.3"}
     flags = ("--max-restarts", "2", "--in-place", "--verbose")
     settings["KEEPSTEP_STANDBY_IDLE_S"] = "0.5"
     faults = [Fault("die", rank=1, step=AT, where=phase)]

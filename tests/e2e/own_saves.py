@@ -29,7 +29,9 @@ class Training:
     """A model and its optimizer, saved by DCP."""
 
     def __init__(self, folder: Path, layout: str, device: torch.device, asynchronous: bool) -> None:
-        self.folder, self.asynchronous, self.saving = folder, asynchronous, None
+        self.folder, self.saving = folder, None
+        # A save in the background has a group of its own: its calls would meet the training's in any order.
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
         layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
         self.model: Any = layers.to(device)
         if layout == "ddp":
@@ -53,11 +55,12 @@ class Training:
     def save(self, done: int) -> None:
         weights, moments = get_state_dict(self.model, self.optimizer)
         state = {"model": weights, "optimizer": moments, "done": done}
-        if not self.asynchronous:
-            dcp.save(state, checkpoint_id=self.folder / f"step-{done}")
+        target = self.folder / f"step-{done}"
+        if self.group is None:
+            dcp.save(state, checkpoint_id=target)
             return
         self.wait()
-        self.saving = dcp.async_save(state, checkpoint_id=self.folder / f"step-{done}")
+        self.saving = dcp.async_save(state, checkpoint_id=target, process_group=self.group)
 
     def wait(self) -> None:
         if self.saving is not None:

@@ -8,7 +8,7 @@ four steps after that ``incarnation process time step`` to ``FOLDER/trained-RANK
 A rank plays the fault in ``FOLDER/order-RANK`` in the step in which it finds it. In the environment: ``LAYOUT`` is
 "ddp" or "fsdp2"; all ranks wait at step ``WAIT_AT`` until there is ``FOLDER/go``; with ``GATE=none`` the optimizer's
 kernels stand behind no gate, and keepstep does not know it; ``BALLAST_GB`` is memory of the device that each rank takes
-besides.
+besides; aborts begin ``ABORT_LATE_S`` seconds late, as on a busy host.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.stand_in.faults import Script
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
+from keepstep.session import groups
 from keepstep.session.device_gate import DeviceGate
 
 AHEAD = 3  # steps
@@ -137,6 +138,9 @@ if __name__ == "__main__":
     compute_values()
     if os.environ.get("GATE") == "none":
         DeviceGate._before_step = lambda self, *_: setattr(self, "stands", True)  # pyright: ignore
+    if late_s := float(os.environ.get("ABORT_LATE_S", "0")):
+        abort = groups.abort
+        groups.abort = lambda those: (time.sleep(late_s), abort(those))[1]
     take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("nccl")
     train(int(sys.argv[1]), Path(sys.argv[2]))
