@@ -29,9 +29,10 @@ class Training:
     """A model and its optimizer, saved by DCP."""
 
     def __init__(self, folder: Path, layout: str, device: torch.device, asynchronous: bool) -> None:
-        self.folder, self.saving = folder, None
+        self.folder = folder
+        self.saving: Any = None
         # A save in the background has a group of its own: its calls would meet the training's in any order.
-        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.group: Any = dist.new_group(backend="gloo") if asynchronous else None
         layers = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
         self.model: Any = layers.to(device)
         if layout == "ddp":
