@@ -90,8 +90,10 @@ def trial(way: Way, seed: int, plain: Plain, folder: Path) -> dict[str, Any]:
     """One job with its faults; what was drawn and what came of it."""
     draw = random.Random(f"recoveries {seed}")
     layout, kinds = LAYOUTS[seed % len(LAYOUTS)], draw.sample(list(FAULTS), len(FAULTS))
-    faults: list[dict[str, Any]] = [{"what": what, "rank": draw.randrange(RANKS), "where": draw.choice(("backward", "optimizer"))}
-              for what in kinds]  # fmt: skip
+    faults: list[dict[str, Any]] = [
+        {"what": what, "rank": draw.randrange(RANKS), "where": draw.choice(("backward", "optimizer"))}
+        for what in kinds
+    ]
     settings = {"LAYOUT": layout, "PAUSE_S": str(_PAUSE_S), "STAND_IN_NOTES": str(folder),
                 "KEEPSTEP_STANDBY_IDLE_S": "0.5"}  # fmt: skip
     began_s = time.monotonic()
