@@ -174,6 +174,36 @@ def until_next_step(struck_s: float, trained: Sequence[Mapping[int, float]]) -> 
     return next((max(each) - struck_s for each in times if min(each) > struck_s), None)
 
 
+class Told(NamedTuple):
+    """A step that a rank has made, of those with which an incarnation begins."""
+
+    incarnation: int
+    pid: int
+    at_s: float
+    """Unix seconds."""
+    step: int
+
+
+def until_new_step(
+    struck_s: float, told: Sequence[Sequence[Told]], noted: Sequence[tuple[float, int]]
+) -> float | None:
+    """Seconds from a failure until each rank has made a step that no rank had before; None: they have not.
+
+    The newest incarnation counts that all ranks have begun since. ``told``: of each rank. ``noted``: when a step was
+    seen to be made, by any rank; of those that were made before the incarnation only what was noted then is known.
+    """
+    since = [[one for one in steps if one.at_s > struck_s] for steps in told]
+    common = set[int].intersection(*({one.incarnation for one in steps} for steps in since))
+    if not common:
+        return None
+    newest = [[one for one in steps if one.incarnation == max(common)] for steps in since]
+    began_s = min(steps[0].at_s for steps in newest)
+    before = max((step for at_s, step in noted if at_s < began_s), default=-1)
+    times = [next((one.at_s for one in steps if one.step > before), None) for steps in newest]
+    known = [at_s for at_s in times if at_s is not None]
+    return max(known) - struck_s if len(known) == len(times) else None
+
+
 def last_words(console: str) -> str:
     """The last line that names an error, else the last."""
     lines = [line.strip() for line in console.splitlines() if line.strip()]

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.bench import Bench, Running
 from benchmarks.gpu.driver_looks import looks
-from benchmarks.gpu.judge import Look, freed, until_next_step
+from benchmarks.gpu.judge import Look, Told, freed, until_next_step
 from benchmarks.stand_in.aborts import Losses, differing, losses_of
 
 SESSION = Path(__file__).parents[1] / "stand_in" / "jobs" / "session.py"
@@ -26,7 +26,7 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "in place": (2, ("--in-place",)),
 }
 ROUNDS, QUICK_ROUNDS = 3, 1
-_FLAGS = (
+FLAGS = (
     "--max-restarts",
     "99",
     "--restart-budget",
@@ -34,7 +34,7 @@ _FLAGS = (
     "--verbose",
     "--no-validate",
 )
-_WARM = "standbys are warm"
+WARM = "standbys are warm"
 _STEPS = 1_000_000
 _PAUSE_S = 0.05
 _BALLAST_GB, _STAND_IN_GB = 8.0, 1.0
@@ -81,7 +81,7 @@ def play(
         "KEEPSTEP_STANDBY_IDLE_S": "0.5",
     }
     words, order = [SESSION, str(_STEPS), folder], folder / f"order-{ranks - 1}"
-    with bench.running(words, folder, ranks=ranks, flags=(*_FLAGS, *flags), settings=settings) as running:
+    with bench.running(words, folder, ranks=ranks, flags=(*FLAGS, *flags), settings=settings) as running:
         warm = 0
         for number in range(rounds * len(FAULTS)):
             what = list(FAULTS)[number % len(FAULTS)]
@@ -90,7 +90,7 @@ def play(
                 bench.report.leave_out(name, "no time left")
                 continue
             warm = running.wait_for(
-                lambda seen=warm: (now := running.console().count(_WARM)) > seen and now,
+                lambda seen=warm: (now := running.console().count(WARM)) > seen and now,
                 "warm standbys",
                 time.monotonic() + _PATIENCE_S,
             )
@@ -110,9 +110,7 @@ def strike(running: Running, order: Path, what: str, ranks: int, held: int, tria
     pid = trained(folder, victim)[1]
     with looks() as found:
         time.sleep(0.1)  # looks from before
-        draft = order.with_suffix(".draft")
-        draft.write_text(f"{what} backward")
-        draft.rename(order)
+        give_order(order, f"{what} backward")
         until_s = time.monotonic() + _PATIENCE_S
         running.wait_for(lambda: len(truths(folder, victim)) > struck_before, "the fault", until_s)
         struck_s = truths(folder, victim)[-1]["unix_s"]
@@ -124,6 +122,13 @@ def strike(running: Running, order: Path, what: str, ranks: int, held: int, tria
     if what == "die" and found:
         trial.memory.append(freed(found, pid, struck_s, held))
         trial.look_s = max(trial.look_s, pause_of(found))
+
+
+def give_order(path: Path, text: str) -> None:
+    """Have a rank of the job find its order whole."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    draft.rename(path)
 
 
 def pause_of(found: Sequence[Look]) -> float:
@@ -139,12 +144,16 @@ def truths(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 def trained(folder: Path, rank: int) -> tuple[dict[int, float], int]:
     """When a rank had made its first step, by incarnation, and its process."""
-    times: dict[int, float] = {}
-    pid = 0
-    for line in whole_lines(folder / f"trained-{rank}"):
-        incarnation, process, at_s = line.split()
-        times[int(incarnation)], pid = float(at_s), int(process)
-    return times, pid
+    told, times = told_steps(folder, rank), dict[int, float]()
+    for one in told:
+        times.setdefault(one.incarnation, one.at_s)
+    return times, told[-1].pid if told else 0
+
+
+def told_steps(folder: Path, rank: int) -> list[Told]:
+    """The first steps of each incarnation of a rank."""
+    lines = [line.split() for line in whole_lines(folder / f"trained-{rank}")]
+    return [Told(int(which), int(pid), float(at_s), int(step)) for which, pid, at_s, step in lines]
 
 
 def whole_lines(path: Path) -> list[str]:

@@ -1,11 +1,12 @@
 """Validation of a held NCCL job on the stand-in GPU: who is named, over which transport, and what it does to the job.
 
-    python -m benchmarks.stand_in.validations [--seeds 0-9] [--trials FILE] [--json FILE]
+    python -m benchmarks.stand_in.validations [--seeds 0-19] [--json FILE]
 
 Each seed draws a layout, 4 or 8 ranks, a slow rank, a slow pair and a pair over which nothing comes, and runs one job
 that is validated four times: while all are healthy, then under each fault. Pairs are drawn from the links that a
 validation tests. ``keepstep`` is told nothing but to validate all ranks. What comes of the training is laid beside a
-job of the same layout without faults that nobody held. ``make cuda`` first. Seeds that are in FILE are not run again.
+job of the same layout without faults that nobody held. ``make cuda`` first. With FILE, a line for each seed is kept
+beside it (``FILE-trials.jsonl``), and not run again at the same commit.
 """
 
 from __future__ import annotations
@@ -213,6 +214,18 @@ def judged(trials: Sequence[Mapping[str, Any]], wholes: Mapping[str, Sequence[st
     ):
         right = sum(is_right(one, kind) for one in good)
         lines.append(Line(name, f"{right} of {len(trials)}", "", "all", right == len(trials), limit=limit))
+    holds = [found["held_s"] for one in good for found in one["found"].values()]
+    within = sum(held_s <= HOLD_S for held_s in holds)
+    lines.append(
+        Line(
+            "held no longer than asked for, a pair over which nothing comes too",
+            f"{within} of {len(KINDS) * len(trials)}",
+            "",
+            "all",
+            within == len(KINDS) * len(trials),
+            limit=f"asked for up to {HOLD_S:g} s",
+        )
+    )
     ended = sum(
         one["exit_code"] == 0 and one["parameters"] == wholes.get(name_of(one["drawn"])) for one in good
     )
@@ -242,11 +255,10 @@ def name_of(told: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = bench_arguments("stand_in.validations", "Validations of NCCL jobs on the stand-in GPU.")
-    parser.add_argument("--seeds", default="0-9", help="such as 0-9")
-    parser.add_argument("--trials", type=Path, metavar="FILE", help="keep a line for each seed")
+    parser.add_argument("--seeds", default="0-19", help="such as 0-19")
     arguments = parser.parse_args()
     report = Report("validations on the stand-in", quick=arguments.quick)
-    kept = Trials(arguments.trials)
+    kept = Trials(arguments.json and arguments.json.with_name(f"{arguments.json.stem}-trials.jsonl"))
     trials: list[dict[str, Any]] = []
     wholes: dict[str, list[str]] = {}
     for seed in expand_ranks("0" if arguments.quick else arguments.seeds):

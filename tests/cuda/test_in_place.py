@@ -84,12 +84,16 @@ def hurt(
         ("optimizer", "quick"),
         pytest.param("backward", "stream", marks=pytest.mark.long),
         pytest.param("optimizer", "never", marks=pytest.mark.long),
+        ("backward", "late"),
     ],
 )
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
     tmp_path: Path, phase: Phase, abort: str
 ) -> None:
-    done, incident = hurt(tmp_path, {"STAND_IN_ABORT": abort}, phase)
+    settings = {"STAND_IN_ABORT": abort}
+    if abort == "late":  # the training is left while its host sleeps, long before the abort
+        settings = {"STAND_IN_ABORT": "quick", "ABORT_LATE_S": "0.7", "PAUSE_S": "0.3"}
+    done, incident = hurt(tmp_path, settings, phase)
     assert incident["recovery"]["survived"] == (abort != "never"), done.console
     assert done.console.count("rank 0 does not leave its training: it is ended") == (abort == "never")
 

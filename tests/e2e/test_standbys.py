@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.stand_in.aborts import losses_of
 from tests.e2e.marked import marked
 
 pytestmark = pytest.mark.e2e
 
 JOB = Path(__file__).with_name("standby_train.py")
+OWN_SAVES = Path(__file__).with_name("own_saves.py")
+OTHER_SAVES = (["--layout", "ddp"], ["--layout", "fsdp2", "--asynchronous"])
 PATIENCE_S = 250
 ALL_WARM = "standbys are warm"
 
@@ -147,6 +150,32 @@ def test_two_deaths_cost_no_bit_and_each_restart_runs_on_standbys(run: Run) -> N
     assert [one["incarnation"] for one in (first, second)] == [0, 1]
     assert [one["recovery"]["incarnation"] for one in (first, second)] == [1, 2]
     assert [one["recovery"]["standbys"] for one in (first, second)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--layout", "fsdp2"], *(pytest.param(words, marks=pytest.mark.long) for words in OTHER_SAVES)],
+    ids=" ".join,
+)
+def test_a_script_without_keepstep_goes_on_with_its_own_newest_save(run: Run, words: list[str]) -> None:
+    """On NCCL: tests/cuda/test_own_saves.py."""
+    undisturbed = run.folder / "undisturbed"
+    undisturbed.mkdir()
+    run.start(
+        "--no-watch", "--nproc-per-node", "2", str(OWN_SAVES), str(undisturbed), "20", *words, name="plain"
+    )
+    assert run.finish() == 0, run.said
+    words = [str(run.folder), "20", *words, "--wait-at", "8", "--die", "1", "12"]
+    run.start("--max-restarts", "1", "--nproc-per-node", "2", str(OWN_SAVES), *words)
+    run.until_warm()
+    (run.folder / "go").touch()
+    assert run.finish() == 0, run.said
+    assert [one["recovery"]["standbys"] for one in run.recoveries()] == [2]
+    for rank in range(2):
+        begun = [line.split()[0] for line in (run.folder / f"begun-{rank}").read_text().splitlines()]
+        # A save in the background may not have been whole yet.
+        assert begun in [["0", "10"], *([["0", "5"]] if "--asynchronous" in words else [])]
+    assert losses_of(run.folder, 2) == losses_of(undisturbed, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@
 
 Each rank adds ``step loss time incarnation`` to ``FOLDER/losses-RANK`` once its device has the loss, so that the host
 is up to three steps ahead, ``incarnation step process held`` to ``FOLDER/begun-RANK`` whenever it begins (``held``: the
-newest step that it has sealed), and ``incarnation process time`` to ``FOLDER/trained-RANK`` once its device has the
-loss of that step. A rank plays the fault in ``FOLDER/order-RANK``, see `Script.obey`. In the environment:
+newest step that it has sealed), and for each of the first four steps after that ``incarnation process time step`` to
+``FOLDER/trained-RANK`` once its device has the loss of it. A rank plays the fault in ``FOLDER/order-RANK``, see
+`Script.obey`. In the environment:
 
     LAYOUT      "ddp" or "fsdp2"
     BUCKETS     "one": a step has one reduction
@@ -15,6 +16,7 @@ loss of that step. A rank plays the fault in ``FOLDER/order-RANK``, see `Script.
     BALLAST_GB  memory of the device that each rank takes besides; with HELD the script never lets go of it
     MORE        a backend of a group besides
     TOLD_S      seconds after which a rank that has lost others says so itself
+    ABORT_LATE_S  seconds by which aborts begin late, as on a busy host
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 from keepstep.checkpoint import api as door
-from keepstep.session import staying
+from keepstep.session import groups, staying
 from keepstep.session.device_gate import DeviceGate
 
 AHEAD = 3  # steps
+TOLD = 4  # steps of an incarnation behind which the host waits for its device, and notes when it was
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))
 WAIT_AT = int(os.environ.get("WAIT_AT", "-1"))
 ONE_BUCKET = os.environ.get("BUCKETS") == "one"
@@ -128,10 +131,11 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         late.append(on_its_way(step, loss))
-        note_losses(path, noted, late, AHEAD if step > start else 0)
-        if step == start:
-            words = session.incarnation, os.getpid(), f"{time.time():.4f}"
+        if step < start + TOLD:
+            late[-1].has_come.synchronize()
+            words = session.incarnation, os.getpid(), f"{time.time():.4f}", step
             note(folder / f"trained-{session.rank}", *words)
+        note_losses(path, noted, late, AHEAD)
         time.sleep(PAUSE_S)
     note_losses(path, noted, late, 0)
     del ballast
@@ -148,7 +152,7 @@ def note_losses(path: Path, incarnation: int, late: deque[Loss], most: int) -> N
     while late and (len(late) > most or late[0].has_come.query()):
         late[0].has_come.synchronize()
         step, value, _ = late.popleft()
-        note(path, step, float(value).hex(), f"{time.time():.3f}", incarnation)
+        note(path, step, float(value).hex(), f"{time.time():.4f}", incarnation)
 
 
 def note(path: Path, *words: object) -> None:
@@ -165,6 +169,9 @@ if __name__ == "__main__":
         DeviceGate.__init__ = lambda self: setattr(self, "stands", True)
         for name in ("close", "open", "renew"):
             setattr(DeviceGate, name, lambda _: None)
+    if late_s := float(os.environ.get("ABORT_LATE_S", "0")):
+        abort = groups.abort
+        groups.abort = lambda those: (time.sleep(late_s), abort(those))[1]
     take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("nccl")
     train(int(sys.argv[1]), Path(sys.argv[2]))

@@ -97,6 +97,16 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class FreedMemory:
+    """Memory of a GPU that a rank's process had which has ended, as NVIDIA's driver tells it."""
+
+    gpu: int  # its number on the node
+    rank: int
+    held_bytes: int  # that the process had when the driver was last asked while it ran
+    free_bytes: int  # of the GPU, when the rank's successor could begin
+
+
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """The time from the failure of a rank until every rank of its node has made a step again."""
 
@@ -110,6 +120,7 @@ class Recovery:
     standbys: int  # how many ranks were taken over by warm standbys
     ranks: int
     survived: int = 0  # how many ranks' processes outlived the incarnation
+    gpu_memory: tuple[FreedMemory, ...] = ()  # of those that did not; empty where no driver tells
 
 
 @dataclass(frozen=True, slots=True)

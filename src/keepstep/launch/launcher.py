@@ -357,6 +357,13 @@ class Launcher:
 
     def _on_recovery(self, recovery: Recovery) -> None:
         self._run.say(sentence(recovery))
+        if recovery.gpu_memory:
+            from keepstep.report.wording import (
+                freed_memory,
+            )  # here, as reports are rarely made by the launcher
+
+            if text := freed_memory(recovery):
+                self._run.say(text)
         if link := self._course.link:
             link.send(link.member.recovered(recovery))
 

@@ -14,7 +14,7 @@ from keepstep.core.ranges import fold_ranks
 from keepstep.report.cause_rows import cause_rows
 from keepstep.report.folding import alike, shared_detail, span
 from keepstep.report.timeline import lines as lines_of_time
-from keepstep.report.wording import accelerator_time, done, seconds, who_all
+from keepstep.report.wording import accelerator_time, done, freed_memory, seconds, who_all
 
 WIDTH = 120  # most columns of a line
 _LABEL = 10  # width of the labels at the left
@@ -85,6 +85,8 @@ def _lines_of(incident: Incident, size: int, run: str, timeline: bool, now_unix_
         lines += _wrapped("" if place else "timeline", text, column)
     if incident.status != "open" or incident.lost_s is not None:
         lines.append(_line("status", _closing(incident)))
+    if incident.recovery is not None and (text := freed_memory(incident.recovery)):
+        lines += _wrapped("memory", text)
     has_words = incident.cause is not None and (incident.cause.first or incident.cause.following)
     verb, flag = ("why", " --lines") if has_words else ("report", "")
     lines.append(_line("next", f"keepstep {verb} {run} {incident.number:04d}{flag}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.core.incident import NETWORK, Action, Culprit, Incident
+from keepstep.core.incident import NETWORK, Action, Culprit, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.report.folding import alike
 
@@ -60,6 +60,19 @@ def _effect(action: Action) -> str:
         measured = seconds(action.measured_iteration_s)
         told.append(f"measured {measured}" if told else f"measured {before}{measured} an iteration")
     return ", ".join(told)
+
+
+def freed_memory(recovery: Recovery) -> str:
+    """The GPU memory of the rank that failed: ``GPU 3: rank 5 had 41.0 GB, 79.6 GB were free for its successor``.
+
+    Empty where that was not told.
+    """
+    return "; ".join(
+        f"GPU {one.gpu}: rank {one.rank} had {one.held_bytes / 1e9:.1f} GB, "
+        f"{one.free_bytes / 1e9:.1f} GB were free for its successor"
+        for one in recovery.gpu_memory
+        if one.rank == recovery.rank
+    )
 
 
 def accelerator_time(value: float) -> str:

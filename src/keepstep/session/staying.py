@@ -71,6 +71,7 @@ class Staying:
         self._over = threading.Event()  # the incarnation of the training is over
         self._raised_s = 0.0  # when `Left` was raised last
         self._ended = False  # the training has ended by itself, so that it cannot be left any more
+        self._aborted = threading.Event()  # nothing of the training waits on a GPU any more
         self._out = threading.Event()  # the training was left, and all of it was dropped
         self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
         self._random = door.RandomState().state_dict()
@@ -111,6 +112,8 @@ class Staying:
                 self._ended = True
                 groups.until_quiet()  # the frames are dropped next, and groups with them
                 raise error
+        # Torch ends a group that was not aborted by waiting for its operations, and aborts none meanwhile.
+        self._aborted.wait()
         refusal = groups.refusal(gated=self._gate.stands)  # asked while the frames still hold the model
         if refusal:
             self._refuse(refusal)
@@ -180,15 +183,16 @@ class Staying:
                 self._following.put((json.loads(message), descriptors))
 
     def _leave(self) -> None:
+        self._aborted.clear()
         self._over.set()
         again_s = _FIRST_AGAIN_S
         # An abort may wait for what is enqueued behind the gate; NCCL knows of it by then, so that all is spoilt.
-        aborting, until_s = self._abort(), time.monotonic() + _ABORT_S
+        is_closed, until_s = self._abort(), time.monotonic() + _ABORT_S
         while not (self._out.is_set() or self._ended):
             _group_sockets.OURS.shut()
-            if aborting is not None and (not aborting.is_alive() or time.monotonic() > until_s):
+            if is_closed and time.monotonic() > until_s:
                 self._gate.open()
-                aborting = None
+                is_closed = False
             if self._inside:
                 signal.pthread_kill(self._thread, SIGNAL)
             self._out.wait(again_s)
@@ -196,20 +200,26 @@ class Staying:
         if self._ended:
             self._say(f"{REFUSED} its training has ended")
 
-    def _abort(self) -> threading.Thread | None:
-        """Begin to abort what goes on on a GPU behind a closed gate; None: nothing does.
+    def _abort(self) -> bool:
+        """Begin to abort what goes on on a GPU behind a closed gate; whether anything does.
 
         An abort that does not return keeps the training from being left, and the launcher ends the process.
         """
         on_device = groups.on_device() if self._gate.stands else []
         if not on_device:
-            return None
+            self._aborted.set()
+            return False
+
+        def abort() -> None:
+            try:
+                self._end_operations(on_device)
+            finally:
+                self._gate.open()
+                self._aborted.set()
+
         self._gate.close()
-        thread = threading.Thread(
-            target=self._end_operations, args=(on_device,), name="keepstep-abort", daemon=True
-        )
-        thread.start()
-        return thread
+        threading.Thread(target=abort, name="keepstep-abort", daemon=True).start()
+        return True
 
     def _end_operations(self, on_device: list[Any]) -> None:
         try:

@@ -16,6 +16,7 @@ from benchmarks.gpu.judge import (
     FAILED,
     TIMED,
     Look,
+    Told,
     added,
     beside,
     collectives,
@@ -25,6 +26,7 @@ from benchmarks.gpu.judge import (
     last_words,
     measuring_adds,
     synchronisations,
+    until_new_step,
     until_next_step,
 )
 
@@ -154,6 +156,18 @@ def test_a_job_has_recovered_when_all_ranks_have_made_a_step_of_one_incarnation(
     assert until_next_step(11.8, trained) is None
     assert until_next_step(13.0, trained) is None
     assert until_next_step(13.0, [{**trained[0], 2: 19.0}, trained[1]]) == 7.0
+
+
+def test_a_new_step_is_one_that_no_rank_had_made_before():
+    noted = [(9.0, 40), (9.9, 41), (12.4, 40)]
+    first = [Told(0, 1, 1.0, 0), Told(1, 1, 12.0, 40), Told(1, 1, 12.2, 41), Told(1, 1, 12.5, 42)]
+    second = [Told(0, 2, 1.0, 0), Told(1, 3, 12.1, 40), Told(1, 3, 12.3, 41)]
+    assert until_new_step(10.0, [first, second], noted) is None
+    assert until_new_step(10.0, [first, [*second, Told(1, 3, 12.7, 42)]], noted) == pytest.approx(2.7)
+    assert until_new_step(10.0, [first, second], noted[:1]) == pytest.approx(2.3)
+    assert until_new_step(10.0, [first, second[:1]], noted) is None
+    # Of two incarnations since, the one that all have begun.
+    assert until_new_step(10.0, [[*first, Told(2, 1, 20.0, 42)], second], noted[:1]) == pytest.approx(2.3)
 
 
 def left_for_parts(monkeypatch, folder, seconds):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from keepstep.core.incident import Recovery
+from keepstep.core.incident import FreedMemory, Recovery
 from keepstep.launch.command.placement import INCARNATION, MILESTONES
 from keepstep.launch.workers.rings import path_of
 from keepstep.launch.workers.root_cause import Failure
@@ -22,11 +22,18 @@ class Restart:
     The last milestone of each phase ends it. A phase whose milestone not all ranks have told counts to the next one.
     """
 
-    def __init__(self, failure: Failure, failed_s: float, ended_s: float, incarnation: int) -> None:
+    def __init__(
+        self,
+        failure: Failure,
+        failed_s: float,
+        ended_s: float,
+        incarnation: int,
+        gpu_memory: tuple[FreedMemory, ...] = (),
+    ) -> None:
         """``incarnation``: the one that begins. ``ended_s``: when all workers of the one before had gone."""
         self._failure = failure
         self._failed_s = failed_s
-        self._incarnation = incarnation
+        self._incarnation, self._gpu_memory = incarnation, gpu_memory
         self._ends = {"ended": ended_s}
         self._ranks: frozenset[int] = frozenset()
         self._standbys = self._survived = 0
@@ -65,6 +72,7 @@ class Restart:
             self._standbys,
             len(self._ranks),
             self._survived,
+            self._gpu_memory,
         )
 
 

@@ -111,7 +111,7 @@ class Restarts:
 
     def ended(self, failure: Failure, failed_s: float, incarnation: int) -> None:
         """Note that all workers have ended because of ``failure``, and that ``incarnation`` begins."""
-        self._restart = Restart(failure, failed_s, time.monotonic(), incarnation)
+        self._restart = Restart(failure, failed_s, time.monotonic(), incarnation, self.gpu_memory.told())
 
     def cause(self, failure: Failure, steps: int) -> Cause:
         """A failure as the restart budgets count it.
@@ -166,6 +166,7 @@ class Restarts:
         self._due = True
         if not self._is_last:
             self.standbys.warm(self._plans)
+            self.gpu_memory.watch()
         if not self._have_told_imports and (imports := self.standbys.imports) is not None:
             self._have_told_imports = True
             self._imported(imports)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.launch.workers.gpu_memory import Held, as_text, held
+from keepstep.launch.workers.gpu_memory import Held, as_text, had, held
 
 NATIVE = Path(__file__).parents[4] / "native" / "tests"
 HERE = os.getpid()
@@ -47,6 +47,16 @@ def test_a_driver_may_not_tell_how_much(dead: tuple[int, int]) -> None:
 def test_a_list_of_another_namespace_says_nothing(dead: tuple[int, int]) -> None:
     ours, stranger = dead
     assert list(held({"0": (0, [(ours, GB), (stranger, GB)])}, {ours: "rank 0"})) == []
+
+
+def test_what_living_processes_have_is_known_where_the_driver_lists_this_namespace(
+    dead: tuple[int, int],
+) -> None:
+    ours, stranger = dead
+    answer = {"0": (0, [(HERE, 20 * GB), (ours, GB)]), "3": (-1, [(HERE, 5 * GB)])}
+    assert had(answer, {ours: "rank 0"}) == {(0, HERE): 20 * GB, (3, HERE): 5 * GB}
+    assert had(answer, {stranger: "rank 0"}) == {}
+    assert had({"0": (0, [(HERE, 2**64 - 1)]), "1": (0, [(HERE, 0)])}, {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +169,36 @@ def test_a_driver_that_does_not_answer_is_not_waited_for(tmp_path: Path, library
         print(await memory.freed(lambda: False), "has not answered" in said[0])
     """
     assert alone(code, tmp_path, library) == "[] True"
+
+
+def test_what_a_rank_had_while_it_ran_is_told_with_what_was_free_once_it_had_ended(
+    tmp_path: Path, library: Path
+) -> None:
+    code = """
+    async def test(worker):
+        memory.close()
+        while memory.pids:
+            await asyncio.sleep(0.01)
+        second = processes.start("survivor, rank 6", ["sleep", "60"], os.environ, on_exit=lambda _: None)
+        answers = iter([{"3": (10, [(second.pid, 41)])}, {"3": (51, [])}])
+        async def answer(driver, within_s):
+            return next(answers, None) if driver.pids else None
+        gpu_memory.GpuDriver.answer = answer
+        memory.watch()
+        memory.watch()
+        await asyncio.sleep(0)
+        print(memory.told(), len(memory.pids))
+        os.kill(second.pid, signal.SIGKILL)
+        while second.alive:
+            await asyncio.sleep(0.01)
+        memory.open()
+        print(await memory.freed(lambda: False), memory.told())
+        memory.watch()
+        print(memory.told())
+        memory.close()
+    """
+    freed = "FreedMemory(gpu=3, rank=6, held_bytes=41, free_bytes=51)"
+    assert alone(code, tmp_path, library).splitlines() == ["() 1", f"[] ({freed},)", "()"]
 
 
 def test_without_the_drivers_library_nothing_is_started(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 import os
 
+from keepstep.core.incident import FreedMemory
 from keepstep.launch.command.placement import INCARNATION, MILESTONES
 from keepstep.launch.workers.recovery_times import Milestones, Restart, sentence
 from keepstep.launch.workers.root_cause import Failure
+from keepstep.report.wording import freed_memory
 
 RANKS = frozenset({0, 1})
 
@@ -52,6 +54,17 @@ def test_what_not_all_ranks_have_told_counts_to_the_next_phase() -> None:
     assert told.what == "failed"
     assert told.standbys == 1
     assert dict(told.phases) == {"ended": 0.07, "started": 0.01, "first step": 0.42}
+
+
+def test_the_memory_of_the_rank_that_failed_is_told_in_words() -> None:
+    memory = (FreedMemory(2, 0, 40 * 10**9, 79 * 10**9), FreedMemory(3, 1, 41 * 10**9, 79_600_000_000))
+    made = Restart(Failure(1, 1, 77, -9, 0.0, "", "", None), 100.0, 100.07, 3, memory)
+    made.started(RANKS, 2, 0, 100.08)
+    made.reached("step", 0, 100.4)
+    told = made.reached("step", 1, 100.5)
+    assert told is not None
+    assert told.gpu_memory == memory
+    assert freed_memory(told) == "GPU 3: rank 1 had 41.0 GB, 79.6 GB were free for its successor"
 
 
 def test_a_restart_after_a_rank_had_left_says_so() -> None:
