@@ -138,7 +138,7 @@ def struck(job: Job, fault: Mapping[str, Any]) -> dict[str, float]:
 def noted(folder: Path) -> list[tuple[float, int]]:
     """When each step's loss was noted, by whichever rank; Unix seconds."""
     lines = [line.split() for rank in range(RANKS) for line in whole_lines(folder / f"losses-{rank}")]
-    return [(float(at_s), int(step)) for step, _, at_s in lines]
+    return [(float(at_s), int(step)) for step, _, at_s, *_ in lines]
 
 
 def _more(count: int, than: int) -> int:

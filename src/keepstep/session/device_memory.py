@@ -39,7 +39,8 @@ class DeviceMemory:
 
 def _forget_workspaces() -> None:
     """Free what cuBLAS keeps from call to call; it comes back as it is needed."""
-    forget: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    library: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    forget = getattr(library, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:
         forget()
 
