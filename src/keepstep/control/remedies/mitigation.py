@@ -159,30 +159,35 @@ class Mitigation:
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         import numpy as np
 
-        from keepstep.core.iteration_table import between, column  # as the controller starts without numpy
+        from keepstep.core.iteration_table import (  # as the controller starts without numpy
+            between,
+            column,
+            table_of,
+        )
         from keepstep.mitigate import measure, rank_seconds, volumes
 
+        cluster, locators = self._desk.cluster, self._desk.locators
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
             return
-        evidence = Evidence(self._desk.cluster.groups, self._desk.cluster.node_of, after=rows)
-        if not self._desk.locators.waits_recorded(evidence):
+        rows = table_of(rows).with_ranks_of_the_job(cluster.communicators)
+        groups = cluster.transfer_groups
+        evidence = Evidence(groups, cluster.node_of, after=rows)
+        if not locators.waits_recorded(evidence):
             self._leave_out(NO_WAITS)
             return
+        stages = locators.stages(evidence)
+        rows = locators.own_times(evidence, stages or {})
         iteration_s = float(np.median(column(rows, "duration_s")))
-        replicas = (
-            None if self.shares.missing() else measure(rows, self.shares.splits, self._desk.cluster.groups)
-        )
+        replicas = None if self.shares.missing() else measure(rows, self.shares.splits, groups)
         if self._moved is not None and not self._awaits_shares(self._moved, replicas):
             self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.shares.in_force:
             look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self.shares.splits)
             if self._relocation.blames_link(self._cases):
-                nodes = self._desk.cluster.nodes.items()
-                node_of = {rank: number for number, node in nodes for rank in node.ranks}
-                look = replace(look, volumes=volumes(rows, self._desk.cluster.groups, node_of))
+                node_of = {rank: number for number, node in cluster.nodes.items() for rank in node.ranks}
+                look = replace(look, volumes=volumes(rows, groups, node_of))
             if replicas is not None:
-                stages = self._desk.locators.stages(evidence)
                 look = replace(look, seconds=rank_seconds(rows, self.shares.splits), stages=stages)
             self._decide(look, now_s)
 
