@@ -26,6 +26,7 @@ from typing import Any, Literal
 from benchmarks.stand_in.build import DRIVER, OPERATORS, build
 from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
 from benchmarks.stand_in.faults import CARDS, VARIABLE, Fault, to_text, write_card
+from keepstep.core.own_address import ANYWHERE, address_towards
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda")).resolve()
@@ -228,7 +229,9 @@ def start(
         if nodes + spares == 1:
             started = [_started([*keepstep, *words[1:]], variables, folder / "console")]
         else:
-            keepstep += ["--nnodes", str(nodes), "--master-addr", "127.0.0.1", "--rdzv-id", "nodes"]
+            keepstep += ["--nnodes", str(nodes), "--rdzv-id", "nodes"]
+            # Not a loopback one: at that no node gives states to others.
+            keepstep += ["--master-addr", address_towards(ANYWHERE)]
             keepstep += ["--master-port", str(_free_port())]
             started = [
                 _started(

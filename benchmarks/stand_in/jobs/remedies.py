@@ -2,10 +2,11 @@
 
     remedies.py LAYOUT STEPS FOLDER
 
-LAYOUT: ``replicas``, DDP whose ranks share out the micro-batches of each step; or ``pipelines``, two pipelines of two
-stages, of which the data-parallel pairs (0, 2) and (1, 3) exchange much and the stages little. Devices and links stay
-where they are when ranks move: FOLDER/bad says how slow those of a place are, ``{"devices": {"node-1/0": 2.0},
-"links": [["node-0", "node-2", 700]]}`` (percent more time). Each rank writes FOLDER/rows-RANK, a line of JSON a step
+LAYOUT: ``replicas``, DDP whose ranks share out the micro-batches of each step; ``megatron``, a GPT of megatron-core on
+two pipelines of two stages, which do the same by its calculator; or ``pipelines``, of two stages as well, of which the
+data-parallel pairs (0, 2) and (1, 3) exchange much and the stages little. Devices and links stay where they are when
+ranks move: FOLDER/bad says how slow those of a place are, ``{"devices": {"node-1/0": 2.0}, "links": [["node-0",
+"node-2", 700]]}`` (percent more time). Each rank writes FOLDER/rows-RANK, a line of JSON a step
 (`Row`), once its device has the value, so that the host is up to three steps ahead. Where FOLDER/enough has the number
 of a step, all end there. ``PACE_S`` in the environment is the least time of a host's step on the wall.
 """
@@ -17,6 +18,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,13 @@ import torch
 import torch.distributed as dist
 from benchmarks.gpu.device import take_device
 from benchmarks.stand_in.device import MOST_RANKS, Device, compute_values
+from benchmarks.stand_in.jobs.framework_layouts import (
+    SEQUENCE,
+    WORDS,
+    gpt_loss,
+    megatron_gpt,
+    torch_optimizer,
+)
 from torch import nn
 
 import keepstep
@@ -43,9 +52,8 @@ class Row(NamedTuple):
     incarnation: int
     share: int  # micro-batches
     launches: int  # kernels
-    each: int  # kernels of a micro-batch that is neither the first nor the last
     slowness: float
-    value: str  # the loss of all ranks ("replicas"), or a sum of the rank's parameters, as hex
+    value: str  # the loss of all ranks ("replicas"), or a sum of some of the rank's parameters, as hex
     at_s: float  # Unix time
 
 
@@ -117,38 +125,85 @@ def layers(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, width, dtype=torch.float64), nn.Tanh()).cuda()
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 class Replicas:
     """DDP; each rank is a replica."""
 
-    def __init__(self, session: keepstep.Session, machine: Machine) -> None:
-        self._session, self._machine = session, machine
+    def __init__(self, session: keepstep.Session) -> None:
+        self._session = session
         self.model: nn.Module = nn.parallel.DistributedDataParallel(layers(1), bucket_cap_mb=0.01)
+        self.optimizer = self.torch_optimizer = sgd(self.model)
 
-    def step(self, step: int) -> tuple[int, int, torch.Tensor]:
+    def step(self, step: int) -> tuple[int, torch.Tensor]:
+        """Forward and backward; the rank's micro-batches, and the row's value."""
         total = torch.zeros((), dtype=torch.float64, device="cuda")
-        begun: list[int] = []
+        share = 0
         for number in self._session.microbatches(EACH * self._session.world_size, self.model):
-            begun.append(self._machine.device.count("launches"))
+            share += 1
             x = drawn(step, number).cuda(non_blocking=True)
             loss = (self.model(x) - x.sum(1, keepdim=True)).square().mean() * self._session.weight
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
-        return len(begun), begun[2] - begun[1] if len(begun) > 2 else 0, total / self._session.world_size
+        return share, total / self._session.world_size
+
+
+class Megatron:
+    """A GPT of megatron-core. Ranks 0 and 1 are the first stage of the two pipelines, 2 and 3 the last."""
+
+    def __init__(self, session: keepstep.Session) -> None:
+        from megatron.core import num_microbatches_calculator, parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from keepstep.integrations.megatron import MicroBatches
+
+        config, self.model, self.optimizer = megatron_gpt(1, 2, WIDTH, optimizer="sgd")
+        self.torch_optimizer = torch_optimizer(self.optimizer)
+        self._calculator = num_microbatches_calculator
+        replica = parallel_state.get_data_parallel_rank()
+        replicas = parallel_state.get_data_parallel_world_size()
+        self._calculator.init_num_microbatches_calculator(session.rank, None, EACH * replicas, 1, replicas)
+        self._batches = MicroBatches(session, config, replica, replicas)
+        self._schedule, self._at = get_forward_backward_func(), 0
+
+    def step(self, step: int) -> tuple[int, torch.Tensor]:
+        self._at = step
+        self._calculator.update_num_microbatches(step)
+        numbers = self._batches.share()
+        self.model.zero_grad_buffer()
+        self._schedule(
+            forward_step_func=self._forward,
+            data_iterator=iter(numbers),
+            model=[self.model],
+            num_microbatches=self._calculator.get_num_microbatches(),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+        )
+        weights: torch.Tensor = next(iter(self.model.parameters()))
+        return len(numbers), weights.detach().double().sum()
+
+    def _forward(self, numbers: Iterator[int], model: nn.Module) -> tuple[torch.Tensor, Any]:
+        generator = torch.Generator().manual_seed(self._at * 1_000_003 + next(numbers))
+        words = torch.randint(WORDS, (1, SEQUENCE), generator=generator)
+        return gpt_loss(model, words.pin_memory().cuda(non_blocking=True))
 
 
 class Pipelines:
     """Two pipelines of two stages, without micro-batches."""
 
-    def __init__(self, session: keepstep.Session, machine: Machine) -> None:
+    def __init__(self, session: keepstep.Session) -> None:
         self.replica, self.stage = divmod(session.rank, 2)
         self._peer = session.rank ^ 1
         self._over = [dist.new_group([0, 2]), dist.new_group([1, 3])][self.stage]
         self._along = [dist.new_group([0, 1]), dist.new_group([2, 3])][self.replica]
         self.model = layers(WIDTH)
+        self.optimizer = self.torch_optimizer = sgd(self.model)
         self._ballast = torch.zeros(BALLAST, dtype=torch.float64, device="cuda")
 
-    def step(self, step: int) -> tuple[int, int, torch.Tensor]:
+    def step(self, step: int) -> tuple[int, torch.Tensor]:
         if self.stage == 0:
             made = self.model(drawn(step, self.replica).cuda(non_blocking=True))
             dist.send(made.detach(), self._peer, group=self._along)
@@ -167,7 +222,10 @@ class Pipelines:
             dist.all_reduce(one.grad, dist.ReduceOp.AVG, group=self._over)
         dist.all_reduce(self._ballast, group=self._over)
         weights: torch.Tensor = next(iter(self.model.parameters()))
-        return 0, 0, weights.detach().sum()
+        return 0, weights.detach().sum()
+
+
+LAYOUTS = {"replicas": Replicas, "megatron": Megatron, "pipelines": Pipelines}
 
 
 @keepstep.resilient
@@ -175,22 +233,22 @@ def train(session: keepstep.Session, layout: str, total: int, folder: Path) -> N
     torch.manual_seed(7)
     machine = Machine(session, folder)
     stream = torch.cuda.current_stream().cuda_stream
-    job = Replicas(session, machine) if layout == "replicas" else Pipelines(session, machine)
-    optimizer = torch.optim.SGD(job.model.parameters(), lr=1e-2, momentum=0.9)
+    job = LAYOUTS[layout](session)
     notes = Notes(folder / f"rows-{session.rank}")
     enough = folder / "enough"
-    for step in session.steps(session.restore(model=job.model, optimizer=optimizer), total):
+    start = session.restore(model=job.model, optimizer=job.torch_optimizer)
+    for step in session.steps(start, total):
         if enough.exists() and step >= int(enough.read_text()):
             break
         next_s = time.monotonic() + PACE_S
         machine.begin(stream)
         before = machine.device.count("launches")
-        share, each, value = job.step(step)
-        optimizer.step()
+        share, value = job.step(step)
+        job.optimizer.step()
         machine.device.mark(stream, step)
-        optimizer.zero_grad()
+        job.optimizer.zero_grad()
         launches = machine.device.count("launches") - before
-        row = Row(step, session.incarnation, share, launches, each, machine.slowness, "", 0.0)
+        row = Row(step, session.incarnation, share, launches, machine.slowness, "", 0.0)
         notes.add(row, value)
         time.sleep(max(next_s - time.monotonic(), 0.0))
     notes.write(0)
