@@ -367,8 +367,16 @@ def _judged(done: Done, slow_step: int, slow_s: float, fast_step: int | None) ->
 def _wrongly_named(
     incidents: Sequence[Mapping[str, Any]], ranks: Sequence[int] = (), link: Sequence[str] = ()
 ) -> list[str]:
-    """What is wrong where anybody but these ranks and the link between these nodes is named, or nobody is."""
-    named = [(one["rank"], one["link"]) for incident in incidents for one in incident["culprits"]]
+    """What is wrong where anybody but these ranks and the link between these nodes is named, or nobody is.
+
+    That a rank had to wait for its core is true of a machine with other work, and not counted.
+    """
+    named = [
+        (one["rank"], one["link"])
+        for incident in incidents
+        for one in incident["culprits"]
+        if one["cause"] != "run queue"
+    ]
     wrong = [one for one in named if one[0] not in ranks and not (one[1] and set(one[1]) == set(link))]
     return [f"named {wrong}"] if wrong else [] if named else ["nobody was named"]
 

@@ -72,7 +72,7 @@ def measure(
     durations, ranks = table.column("duration_s"), table.column("rank")
     waited = np.bincount(which, weights=waits, minlength=len(table))
     on_device, is_told = table.column("ahead_s") >= 0, table.column("streams") > 0
-    waited = np.where(on_device, np.minimum(waited, table.column("blocked_s")), waited)
+    waited = np.where(on_device, np.minimum(waited, durations - table.column("self_s")), waited)
     known = is_told | ~on_device
     active = medians_of(ranks[known], (durations - waited)[known])
     first = next(iter(splits.values()))

@@ -17,7 +17,7 @@ from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.remedies.device_speeds import Devices, Look, SlowRanks, evidence_of
+from keepstep.control.remedies.device_speeds import Devices, HealthyRanks, Look, SlowRanks, evidence_of
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
@@ -70,7 +70,7 @@ class Mitigation:
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
         self._undecided = False  # a slowdown has no verdict yet
-        self._slow_ranks, self._check_ups = SlowRanks(), 0
+        self._slow_ranks, self._check_ups, self._healthy = SlowRanks(), 0, HealthyRanks()
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
         self._moved: Moved | None = None  # a move that was ordered, until its effect is measured
@@ -85,7 +85,8 @@ class Mitigation:
         self._next_s = now_s + _SETTLE_S
         self.shares.begin_again()
         self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
-        self._slow_ranks, self._check_ups = SlowRanks(), _CHECK_UPS if self._formed_step >= 0 else 0
+        self._slow_ranks, self._healthy = SlowRanks(), HealthyRanks()
+        self._check_ups = _CHECK_UPS if self._formed_step >= 0 else 0
         self.question, self._expected, self._counted_step = None, None, None
         self._even_looks = self._unfit_looks = 0
 
@@ -176,8 +177,11 @@ class Mitigation:
         if not locators.waits_recorded(evidence):
             self._leave_out(NO_WAITS)
             return
-        stages = locators.stages(evidence)
-        rows = locators.own_times(evidence, stages or {})
+        seen = next((one.healthy for one in self._cases if one.healthy is not None), None)
+        if seen is not None and not self.shares.in_force:
+            self._healthy.learn(seen, self.shares.splits)
+        stages = self._healthy.stages or locators.stages(evidence)
+        rows = locators.own_times(evidence, stages or {}, self._healthy.own_s(self.shares.splits))
         iteration_s = float(np.median(column(rows, "duration_s")))
         replicas = None if self.shares.missing() else measure(rows, self.shares.splits, groups)
         if self._moved is not None and not self._awaits_shares(self._moved, replicas):

@@ -25,6 +25,7 @@ class Case:
     """A slowdown from step 50 on, and what was noted in it."""
 
     treated = is_cured = False
+    healthy = None
 
     def __init__(self, culprit: Culprit) -> None:
         self.incident: Any = SimpleNamespace(
@@ -59,7 +60,7 @@ class Desk(Office):
         self.locators = SimpleNamespace(
             stages=lambda *_: None,
             waits_recorded=lambda *_: self.recorded,
-            own_times=lambda evidence, _: evidence.after,
+            own_times=lambda evidence, *_: evidence.after,
         )
         self.spares, self.looks = spares, 0
 
