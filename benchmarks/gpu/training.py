@@ -44,7 +44,8 @@ def training(device: str, small: bool, hook: Any = None, micro_batches: int = 1)
 
     body = nn.Sequential(*(layer() for _ in range(layers))).to(device, half)
     model = nn.parallel.DistributedDataParallel(body, bucket_cap_mb=1 if small else 25)
-    model._set_ddp_runtime_logging_sample_rate(1 << 30)  # DDP waits for timers of its own in every 100th iteration
+    # DDP waits for timers of its own in every 100th iteration.
+    model._set_ddp_runtime_logging_sample_rate(1 << 30)
     if hook:
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

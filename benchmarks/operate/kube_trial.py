@@ -83,7 +83,7 @@ class KubeTrial:
         self.work.mkdir()
         self.work.chmod(0o1777)
         self.node, self._index = "", ""
-        self._hurt_s = 0.0
+        self._hurt_s, self._looks = 0.0, 0
         self._proven_s: float | None = None
         self._steps_away: int | None = None
         self._bystander, self._victim = "", ""  # the uids of two pods on the node
@@ -185,8 +185,29 @@ class KubeTrial:
             until(self._proven, "the job is faster with a spare", _PATIENCE_S)
         if plan.taint:
             until(lambda: (self.node, plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
+            if plan.api_away:  # which the scheduler hears of late
+                until(self._scheduler_knows, "the scheduler sees the taint", _PATIENCE_S)
             for number in range(OTHERS):
                 self._make_pod(f"other-{number}", {})
+
+    def _scheduler_knows(self) -> bool:
+        """Whether Kubernetes' own scheduler has heard of the taint: it finds no place for a pod of this node alone."""
+        self._looks += 1
+        name = f"look-{self._looks}"
+        self._make_pod(name, {"kubernetes.io/hostname": self.node})
+        path, told = f"{PODS}/{name}", list[str]()
+
+        def has_told() -> bool:
+            told[:] = [
+                one.get("reason", "")
+                for one in self.bed.api.get(path)["status"].get("conditions", [])
+                if one["type"] == "PodScheduled"
+            ]
+            return bool(told)
+
+        until(has_told, "a pod's place", _PATIENCE_S)
+        self.bed.api.delete(path)
+        return told == ["Unschedulable"]
 
     def _proven(self) -> bool:
         """Whether an incident tells that the job is faster with a spare in the node's place; it is noted when."""
@@ -218,7 +239,7 @@ class KubeTrial:
         return [
             node
             for one in found
-            if one["metadata"]["name"] != "bystander" and (node := one["spec"].get("nodeName"))
+            if one["metadata"]["name"].startswith("other-") and (node := one["spec"].get("nodeName"))
         ]
 
     def _replaced(self) -> list[str]:

@@ -325,12 +325,15 @@ class Cases:
         """Give the verdict on the open crash: what the ranks were in is forgotten next."""
         if self._open.crash is not None:
             self._open.crash.decide(now_s)
-        self.desk.words.begin_again(now_s)
+        over = self.desk.words.begin_again(now_s)
+        if self._open.crash is not None:
+            self._open.crash.keep_words(over)
 
     def heard(self, node: Node, words: Words) -> None:
         """Take what ranks and the kernel of a node have said."""
-        if self.desk.words.heard(node.name, words) and self._open.crash is not None:
-            self._open.crash.heard()
+        is_new = self.desk.words.heard(node.name, words)
+        if self._open.crash is not None:
+            self._open.crash.heard(node.name, words, is_new=is_new)
 
     def begin_again(self, how: str) -> None:
         """Note at the open crash that all nodes begin again: that is what was done about it."""

@@ -48,6 +48,7 @@ HOUR_S = 3600.0
 """Launchers that were killed are counted within this time."""
 RUNNING = "running"
 """The state of a job all of whose ranks train."""
+_BEGINNING_AGAIN = ("checking", "recovering")
 _NOT_GOING_ON = ("created", "done", "failed")
 _STOPPED, _INFRASTRUCTURE = "stopped", "infrastructure"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -288,11 +289,19 @@ class _Plan:
             waited = self._since.seconds(("ended", uid)) >= wait_s
             if noted.pod == uid and waited and not (end.kind == "again" and self._may_be_ending):
                 yield self._ends_pod(pod, f"it is made again; {end.text}")
-        elif pod.spec.node_name in self._status.excluded_nodes and self._spares_left > 0:
+        elif pod.spec.node_name in self._status.excluded_nodes and (
+            self._spares_left > 0 or self._is_down_on(pod.spec.node_name)
+        ):
             self._spares_left -= 1
             yield self._ends_pod(pod, f"node {pod.spec.node_name} is excluded")
         elif self._job.spec.pods > 1 and self._is_told_lost(pod) and self._is_unheard(pod):
             yield self._ends_pod(pod, "its node is lost, as the job and the cluster say", now=True)
+
+    def _is_down_on(self, node: str) -> bool:
+        """Whether the job does not train at the moment, and had better not begin again on a broken node."""
+        told = self._seen.told
+        broken = {one.node for one in self._status.faults if one.kind == "hardware" and one.taint}
+        return told is not None and told.state in _BEGINNING_AGAIN and node in broken
 
     def _ends_pod(self, pod: Pod, why: str, *, now: bool = False) -> EndPod:
         return EndPod(pod.metadata.namespace, pod.metadata.name, pod.metadata.uid, short(why), now)

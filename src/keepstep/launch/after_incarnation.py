@@ -108,6 +108,7 @@ async def after_all_nodes(
         await parts.checks.about(blamed.text)
         if course.outcome.done() and course.outcome.result().kind == "halted":
             course.renew()  # the order to halt came meanwhile: nothing runs here any more
+    link.send(link.member.kernel_told(parts.checks.kernel_told))
     link.send(link.member.halted(parts.checks.unfit(), parts.caching.rigid(place)))
     follow()
     try:

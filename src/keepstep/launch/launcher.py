@@ -57,6 +57,7 @@ from keepstep.launch.workers.standbys import Imports
 
 if TYPE_CHECKING:
     from keepstep.launch.controller.connection import Link
+    from keepstep.report.ended_run import End
 
 
 class Launcher:
@@ -139,8 +140,29 @@ class Launcher:
             finding = address_in_time(endpoint.host, os.environ, patience_s, self._run.say)
             self._controller.at = Endpoint(await self._course.until(finding), endpoint.port)
         self._run.note(f"joining the other nodes at {self._controller.at}")
+        from keepstep.report.ended_run import end_of  # here, because it loads msgspec
+
+        first_end = end_of(self._run.folder)
         link = self._connect()
-        return await self._course.until(link.join(job.rendezvous.join_timeout_s))
+        joining = self._course.until(link.join(job.rendezvous.join_timeout_s))
+        if self._controller.is_here:
+            return await joining
+        late = asyncio.get_running_loop().create_task(self._come_too_late(link, first_end))
+        try:
+            return await joining
+        finally:
+            late.cancel()
+
+    async def _come_too_late(self, link: Link, first_end: End | None) -> None:
+        """Leave the job, if it ends without this node."""
+        from keepstep.launch.controller.late_launcher import ended_before  # here, because it loads msgspec
+
+        folder = self._run.folder
+        is_own = run_folder.is_of_slurm_job(self._job, os.environ)
+        end = await ended_before(folder, first_end, link, is_of_this_job=is_own)
+        self._run.say(f"run {folder} has ended: node {self._run.job.node} came too late to join it")
+        code = end.exit_code if end.exit_code == TEMPORARY_FAILURE else 0
+        self._course.settle(Outcome("stopped", code, end.reason))
 
     def _connect(self) -> Link:
         from keepstep import wire

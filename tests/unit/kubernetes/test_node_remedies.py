@@ -45,6 +45,25 @@ def test_auto_taints_and_the_pod_comes_elsewhere(kind: str, condition: str, key:
     assert cluster.status["verdict"] == "incident 0001: SLOW rank 5"
 
 
+@pytest.mark.parametrize(
+    ("kind", "state", "leaves"),
+    [
+        ("hardware", "checking", True),
+        ("hardware", "recovering", True),
+        ("hardware", "running", False),
+        ("slow", "checking", False),
+    ],
+)
+def test_without_a_spare_a_pod_leaves_only_a_broken_node_and_only_while_the_job_is_down(
+    kind: str, state: str, leaves: bool
+) -> None:
+    cluster = running()
+    cluster.tells(("n1", kind, 1), state=state, spares=0)
+    cluster.settle(4)
+    assert cluster.status["excludedNodes"] == ["n1"]
+    assert cluster.node_of(1) == ("n4" if leaves else "n1")
+
+
 def test_advise_tells_and_taints_nothing() -> None:
     cluster = running("advise")
     cluster.tells(("n1", "slow", 1))

@@ -55,7 +55,7 @@ class Node:
                 workers=SimpleNamespace(failures=[FAILURE], left=[], blamed=FAILURE, exit_code=5),
             ),
             watching=SimpleNamespace(rings=SimpleNamespace(steps=lambda rank: 3)),
-            checks=SimpleNamespace(unfit=lambda: "", about=about, is_broken=False),
+            checks=SimpleNamespace(unfit=lambda: "", about=about, is_broken=False, kernel_told=()),
         )
 
     async def after(self, outcome: Outcome, place: Place = PLACE) -> Place | Outcome:
@@ -102,7 +102,9 @@ class Link:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.member = SimpleNamespace(
-            failed=lambda code, text, rank, *_: [(code, text, rank)], halted=lambda *_: ["halted"]
+            failed=lambda code, text, rank, *_: [(code, text, rank)],
+            halted=lambda *_: ["halted"],
+            kernel_told=lambda lines: [],
         )
 
     def send(self, messages: list[Any]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from keepstep.control.cluster import Node
 from keepstep.control.incidents.case import Case, Desk, noted, same_culprits, unlocated
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.job_words import cause_of, cause_of_hang
+from keepstep.control.incidents.job_words import JobWords, cause_of, cause_of_hang
 from keepstep.control.incidents.pair_probes import PairProbes, ask
 from keepstep.core.deaths import DIED, is_vague, testimony, was_asked
 from keepstep.core.finding import Finding
@@ -23,7 +23,7 @@ from keepstep.core.lost_connection import tells_of_a_timeout
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.core.summary import PathProbe, RankState
 from keepstep.core.told import Failure
-from keepstep.wire.messages import States
+from keepstep.wire.messages import States, Words
 
 GATHER_S = 0.2  # wait from the first finding to the verdict: the findings of one crash come together
 _ANSWERS_S = 1.0  # longest wait from the first finding for the states of ranks
@@ -82,6 +82,9 @@ class CrashCase(Case):
         self._news_s = 0.0  # when something came last
         self.incarnation = incident.incarnation if incident else -1  # in which ranks died; -1: not known
         self._has_new_words = False  # since the last decision
+        self._words: JobWords | None = (
+            None  # once the incarnation of these deaths is over, what was said in it
+        )
         self._dirty = False  # something has come since the last decision
         self._decided_s: float | None = None
         self._pairs: PairProbes | None = None  # asked of agents, once, because the network has failed
@@ -113,10 +116,16 @@ class CrashCase(Case):
         if self._findings:
             self._began(now_s)
 
-    def heard(self) -> None:
-        """Note that ranks or kernels have said more."""
-        if self._first_s is not None:
+    def heard(self, node: str, words: Words, *, is_new: bool) -> None:
+        """Note what ranks or kernels have said, which ``is_new`` to the incarnation that is under way."""
+        if self._words is not None:
+            is_new = self._words.heard(node, words)
+        if is_new and self._first_s is not None:
             self._dirty = self._has_new_words = True
+
+    def keep_words(self, over: JobWords) -> None:
+        """Keep what was said in the incarnation that the deaths have ended: nobody else needs it now."""
+        self._words = self._words or over
 
     def follows(self, hang: HangCase) -> None:
         """Take over a hang that is open: it ends with these deaths, or they belong to it."""
@@ -345,7 +354,8 @@ class CrashCase(Case):
         """What the words of ranks and kernels tell; nothing where they cannot be explained."""
         try:
             deaths = [(one, self._heard_unix_s[rank]) for rank, one in self._findings.items()]
-            return self._desk.words.failure(deaths, range(self._desk.cluster.known_ranks))
+            words = self._words or self._desk.words
+            return words.failure(deaths, range(self._desk.cluster.known_ranks))
         except Exception:
             logger.exception(
                 "what ranks and kernels said cannot be explained: the verdict is by deaths alone"

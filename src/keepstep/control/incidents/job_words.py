@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -54,7 +55,8 @@ class JobWords:
         ``moved_on_s``: until when, on that clock, all ranks of a node made progress; None: that is not known.
         """
         self._unix_s, self._moved_on_s = unix_s, moved_on_s
-        self._since_unix_s = 0.0
+        self._since_unix_s: float = 0.0
+        self._until_unix_s: float = math.inf
         self._told: dict[str, list[Told]] = {}  # by node
         self._streams: dict[tuple[str, int, str], int] = {}  # numbers of streams, by node, rank and name
         self._lines = self._following = 0
@@ -66,9 +68,10 @@ class JobWords:
         lines, before = self._told.setdefault(node, []), self._lines
         known = {(one.speaker.rank, one.source, one.number, one.row.name, one.line) for one in lines}
         for said in message.lines:
-            row = _row_of(said.row, said.line)
+            row, places = _row_of(said.row, said.line)
             rank = None if said.rank == _KERNEL else said.rank
-            if row is None or said.unix_s < self._since_unix_s - _CLOCK_S:
+            is_of_now = self._since_unix_s - _CLOCK_S <= said.unix_s <= self._until_unix_s + _CLOCK_S
+            if row is None or not is_of_now:
                 continue
             key = (rank, said.source, said.number, row.name, said.line)
             if key in known or not self._has_room(row, len(lines)):
@@ -83,7 +86,7 @@ class JobWords:
                     speaker=Speaker(rank, node=node, label=label),
                     block=stream * _MOST_BLOCKS + said.block % _MOST_BLOCKS,
                     begins=said.begins,
-                    places=said.places,
+                    places=said.places or places,
                     warned=said.warned,
                 )
             )
@@ -96,12 +99,15 @@ class JobWords:
             return False
         return of_node < _MOST_OF_NODE and self._lines < _MOST_LINES
 
-    def begin_again(self, now_s: float) -> None:
-        """Forget everything: the ranks that said it are gone."""
-        self._since_unix_s = self._unix_s(now_s)
-        self._told.clear()
-        self._streams.clear()
-        self._lines = self._following = 0
+    def begin_again(self, now_s: float) -> JobWords:
+        """Forget everything, as the ranks that said it are gone; returns it for who has yet to explain their end."""
+        over = JobWords(self._unix_s, self._moved_on_s)
+        over._since_unix_s, over._until_unix_s = self._since_unix_s, self._unix_s(now_s)
+        over._told, self._told = self._told, {}
+        over._streams, self._streams = self._streams, {}
+        over._lines, over._following = self._lines, self._following
+        self._since_unix_s, self._lines, self._following = over._until_unix_s, 0, 0
+        return over
 
     def failure(self, deaths: Collection[tuple[Finding, float]], ranks: Collection[int]) -> Failure:
         """What all words tell, with the last lines of the ranks that died of which nothing else was heard.
@@ -208,15 +214,15 @@ def _rows() -> Mapping[str, Row]:
     return {row.name: row for row in (*reversed(matcher_in_force().rows), *GENERAL_ROWS)}
 
 
-def _row_of(name: str, line: str) -> Row | None:
-    """The row of this name, or what the line tells by the tables here: its node may have others."""
+def _row_of(name: str, line: str) -> tuple[Row | None, Mapping[str, str]]:
+    """The row of this name, or what the line tells by the tables here, and which places: its node may have others."""
     from keepstep.detect.own_tables import matcher_in_force
     from keepstep.detect.prefixes import spoken
 
     if (row := _rows().get(name)) is not None:
-        return row
+        return row, {}
     found = matcher_in_force().match(spoken(line).text)
-    return found[0] if found is not None and found[0].role != "harmless" else None
+    return found if found is not None and found[0].role != "harmless" else (None, {})
 
 
 @functools.cache

@@ -105,28 +105,34 @@ class NextTable:
         self._rendezvous, self._incarnations, self._trial = rendezvous, incarnations, trial
         self._takes_in = takes_in
 
-    def plan(self, roll: RollCall, occasion: Occasion, excluded: dict[Launcher, str]) -> Plan | None:
+    def plan(
+        self, roll: RollCall, occasion: Occasion, excluded: dict[Launcher, str], refused: dict[Launcher, str]
+    ) -> Plan | None:
         """A plan for as many nodes as before: without newcomers on trial if possible, else without unfit members.
 
-        None: a place stays vacant.
+        ``refused``: the job does not begin again with these. None: a place stays vacant.
         """
         may_retreat = not occasion.ordered_by and not self.rigid(roll)
         retreat = self.ranked(self._trial.newcomers - roll.lost) if may_retreat else []
-        plan = self._plan(roll, occasion, excluded, retreat, shrink=True) if retreat else None
+        retreats = retreat and refused.keys() <= set(retreat)
+        plan = self._plan(roll, occasion, excluded, retreat, shrink=True) if retreats else None
         plan = plan or self._plan(roll, occasion, excluded)
-        if plan is None and excluded:
-            plan = self._plan(roll, occasion, {})  # an unfit node is better than none
+        if plan is None and excluded != refused:
+            plan = self._plan(roll, occasion, refused)  # an unfit node is better than none
         return plan
 
-    def smaller(self, roll: RollCall, occasion: Occasion) -> Plan | None:
+    def smaller(self, roll: RollCall, occasion: Occasion, refused: dict[Launcher, str]) -> Plan | None:
         """A plan without the places that would stay vacant; None: the job cannot have so few nodes."""
-        return self._plan(roll, occasion, {}, shrink=True)
+        return self._plan(roll, occasion, refused, shrink=True)
 
     def is_replaceable(self, unfit: Collection[Launcher], roll: RollCall) -> bool:
         """Whether there are spares for these members and all lost ones; the controller's host cannot be replaced."""
         ready = sum(spare in roll.halted for spare in self._rendezvous.spares)
-        hosts = any(self._rendezvous.hosts_controller(one) for one in unfit)
-        return bool(unfit) and not hosts and len(unfit) + len(roll.lost) <= ready
+        return bool(unfit) and not self.hosts(unfit) and len(unfit) + len(roll.lost) <= ready
+
+    def hosts(self, members: Collection[Launcher]) -> bool:
+        """Whether the controller is on one of these nodes."""
+        return any(self._rendezvous.hosts_controller(one) for one in members)
 
     def rigid(self, roll: RollCall) -> str:
         """Why a job of another size cannot go on with what its ranks hold."""

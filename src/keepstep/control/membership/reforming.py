@@ -247,37 +247,45 @@ class Reforming:
         if excluded and not self._next.is_replaceable(excluded, roll):
             if roll.is_awaited(rendezvous.spares, now_s):
                 return Event.AWAITED, None
-            excluded = blamed  # an unfit node is better than none, but no budget allows one that it refuses
+            excluded = blamed  # an unfit node is better than none, but not one that a budget refuses
         if len(roll.lost) == len(rendezvous.placements):
             return Event.REFUSED, _without_nodes(f"{cause.reason}; all nodes are lost")
         if occasion.ordered_by and self._next.may_grow(roll) and roll.is_awaited(rendezvous.newcomers, now_s):
             return Event.AWAITED, None
-        if plan := self._next.plan(roll, occasion, excluded):
+        if plan := self._next.plan(roll, occasion, excluded, blamed):
             return Event.PLACED, plan
         if roll.is_awaited(rendezvous.spares, now_s):
             return Event.AWAITED, None
         waited_s = 0.0 if self._waits_since_s is None else now_s - self._waits_since_s
         may_shrink = self._next.may_shrink(roll) and waited_s >= self._settings.shrink_s
-        if may_shrink and (plan := self._next.smaller(roll, occasion)):
+        if may_shrink and (plan := self._next.smaller(roll, occasion, blamed)):
             return Event.PLACED, plan
         if self._waits_since_s is None or waited_s < self._settings.join_s:
-            return Event.SHORT, None
-        nodes = _nodes(self._next.ranked(roll.lost))
+            return Event.SHORT, blamed
+        nodes = _nodes(self._next.ranked({*roll.lost, *blamed}))
         why = f"{cause.reason}; no spare came within {self._settings.join_s:g} s for {nodes}"
-        return Event.REFUSED, _without_nodes(why)
+        return Event.REFUSED, _without_nodes(why) if roll.lost else _for_hardware(why)
 
     def _blamed(self, cause: End) -> dict[Launcher, str] | End:
-        """Members without which budgets let the job begin again, and why; how it ends if they do not let it."""
-        most = self._rendezvous.max_restarts
+        """Members without which budgets let the job begin again, and why; how it ends if they do not let it.
+
+        In the place of an unfit one another node is waited for, as in that of a lost one.
+        """
+        most, unfit = self._rendezvous.max_restarts, {one.node: why for one, why in self._roll.unfit.items()}
         if self.restarts >= most:
-            return replace(cause, reason=f"{cause.reason}; --max-restarts {most} are used up")
-        refused = self.spending.refused(self.incarnation)
+            why = f"{cause.reason}; --max-restarts {most} are used up"
+            is_unfit = self.spending.node_of(self.incarnation) in unfit
+            return _for_hardware(why) if is_unfit else replace(cause, reason=why)
+        refused = self.spending.refused(self.incarnation, unfit)
         if refused is None:
             return {}
         members = [one for one in self._rendezvous.placements if one.node == refused.node]
-        blamed = dict.fromkeys((one for one in members if one not in self._roll.lost), refused.reason)
-        if self._next.is_replaceable(blamed, self._roll):
+        why = unfit.get(refused.node, refused.reason)
+        blamed = dict.fromkeys((one for one in members if one not in self._roll.lost), why)
+        if self._next.is_replaceable(blamed, self._roll) or (members and not blamed):
             return blamed
+        if refused.node in unfit:
+            return _for_hardware(f"{cause.reason}; {why}") if self._next.hosts(blamed) else blamed
         return replace(cause, reason=refused.reason)
 
     # --- what is done ---------------------------------------------------------------------------------------------
@@ -322,13 +330,13 @@ class Reforming:
         self._is_due = True
         return []
 
-    def _say_waiting(self, _: Any, now_s: float) -> list[Order]:
+    def _say_waiting(self, refused: dict[Launcher, str], now_s: float) -> list[Order]:
         settings, cause = self._settings, self._occasion.cause
         self._waits_since_s = now_s
         may_shrink = self._next.may_shrink(self._roll)
         self._patience_s = settings.shrink_s if may_shrink else settings.join_s
         count, least = len(self._rendezvous.placements), self._rendezvous.least
-        rest = count - len(self._roll.lost)
+        rest = count - len(self._roll.lost) - len(refused)
         if may_shrink and rest >= least:
             wait = f"waits {settings.shrink_s:g} s for a spare"
             return [Tell(f"{cause.reason}; {wait}, then goes on with {rest} of {count} nodes")]
@@ -385,6 +393,11 @@ class Reforming:
 def _without_nodes(reason: str) -> End:
     """The end of a job that has too few nodes to go on."""
     return End(TEMPORARY_FAILURE, reason, kind="node-lost")
+
+
+def _for_hardware(reason: str) -> End:
+    """The end of a job that cannot go on with a node that is broken."""
+    return End(TEMPORARY_FAILURE, reason, kind="hardware")
 
 
 def _nodes(launchers: Iterable[Launcher]) -> str:

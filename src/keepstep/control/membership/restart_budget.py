@@ -5,7 +5,8 @@ Soft: launchers say their failures again to a controller that begins anew; a nod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from keepstep.control.effects import Tell
 from keepstep.control.membership.reforming_orders import Order
@@ -56,12 +57,20 @@ class Spending:
         """What failed in this incarnation failed because a pause had ended other ranks: it is no cause."""
         self._causes.pop(incarnation, None)
 
-    def refused(self, incarnation: int) -> Refusal | None:
-        """Why the job may not begin again after this incarnation."""
+    def refused(self, incarnation: int, unfit: Collection[str] = ()) -> Refusal | None:
+        """Why the job may not begin again after this incarnation.
+
+        ``unfit``: nodes that are known to be. What ends an incarnation on one of them says nothing of the others.
+        """
         if incarnation not in self._causes:
             return None
         ended = sorted(one for one in self._causes if one <= incarnation)
-        return refusal(self._limits, [self._causes[one] for one in ended])
+        found, last = refusal(self._limits, [self._causes[one] for one in ended]), self._causes[incarnation]
+        return replace(found, node=last.node) if found is not None and last.node in unfit else found
+
+    def node_of(self, incarnation: int) -> str:
+        """The node whose failure ended this incarnation; empty where that is not known."""
+        return self._causes[incarnation].node if incarnation in self._causes else ""
 
     def pause_s(self, incarnation: int) -> float:
         """How long to wait before the restart for what ended this incarnation."""

@@ -58,6 +58,12 @@ def folder_of(job: Job, environ: Mapping[str, str], now_s: float) -> Path:
     return job.runs_dir / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}-{job.name}"
 
 
+def is_of_slurm_job(job: Job, environ: Mapping[str, str]) -> bool:
+    """Whether `folder_of` names the folder after this start of this Slurm job, so that no other run is in it."""
+    unnamed = job.run_dir is None and job.run_id == "none"
+    return unnamed and job.rendezvous.endpoint is not None and "SLURM_JOB_ID" in environ
+
+
 def _as_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in text).strip(".-") or "run"
 

@@ -7,7 +7,7 @@ repeated, or meant for an incarnation that is over.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from msgspec import structs
@@ -16,6 +16,7 @@ from keepstep import wire
 from keepstep.core.exit_codes import TemporaryKind
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Recovery
+from keepstep.core.told import KERNEL_SOURCES
 from keepstep.launch.controller.lease import Elector
 
 _MOST_FAILURES = 64
@@ -200,6 +201,13 @@ class Member:
             return []
         said = wire.Said(-1, row, text[:_MOST_TEXT], "launcher", 0, unix_s)
         return [wire.Words(self.placement.node_rank, (said,))]
+
+    def kernel_told(self, lines: Sequence[tuple[str, float]]) -> list[wire.Message]:
+        """Tell lines of this node's kernel, with their Unix times: its agent may be too late for the verdict."""
+        if self.placement is None or not lines:
+            return []
+        said = [wire.Said(-1, "", line[:_MOST_TEXT], KERNEL_SOURCES[0], 0, unix_s) for line, unix_s in lines]
+        return [wire.Words(self.placement.node_rank, tuple(said))]
 
     def imported(self, imports: wire.Imports) -> list[wire.Message]:
         """Tell what this node's workers import, for standbys of spares."""

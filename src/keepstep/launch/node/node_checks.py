@@ -45,6 +45,7 @@ _CHECKS: Mapping[str, Callable[[Subject], Iterable[Found]]] = {
 _NEED_NOT_FIT = ("driver", "CUDA", "NCCL")
 _PATIENCE_S = 2.0
 _HARDWARE_S = 0.5
+_LASTED_S = 600.0  # workers that ran for so long ended of something new
 _LATELY_S = 3600.0  # errors that the kernel told of within this time before the start count
 
 
@@ -100,6 +101,9 @@ class NodeChecks:
         self._began_s = 0.0  # when this incarnation began; CLOCK_MONOTONIC
         self._running: asyncio.Future[tuple[Found, ...]] | None = None
         self._noted: list[Found] = []  # what the launcher has found itself since this incarnation began
+        self._earlier: list[
+            Found
+        ] = []  # broken hardware that was found in incarnations right before this one
         self.found: tuple[str, ...] = ()  # lines about what was found before the start
 
     def before_start(self) -> None:
@@ -123,7 +127,8 @@ class NodeChecks:
             self._warn(text)
 
     def began(self) -> None:
-        """Note that workers have been started, so that older errors do not count."""
+        """Note that workers have been started, so that older errors do not count, unless these end soon, too."""
+        self._earlier = [one for one in (*self._results, *self._still_broken) if one.broken]
         self._began_s, self._running, self._noted = time.monotonic(), None, []
 
     def failed(self) -> None:
@@ -148,12 +153,24 @@ class NodeChecks:
         """Why workers should not begin again on this node, as far as the checks have found out by now."""
         for one in self._results:
             self._warn(one.text)
-        return "; ".join(one.text for one in (*self._results, *self._noted) if one.unfit)
+        found = (*self._results, *self._noted, *self._still_broken)
+        return "; ".join(dict.fromkeys(one.text for one in found if one.unfit))
+
+    @property
+    def kernel_told(self) -> tuple[tuple[str, float], ...]:
+        """Lines in which the kernel has told of broken hardware since the workers began, with their Unix times."""
+        ago_s = time.time() - time.monotonic()
+        return tuple((one.told, one.told_s + ago_s) for one in self._results if one.told)
 
     @property
     def is_broken(self) -> bool:
-        """Whether the kernel has told of broken hardware since the workers began."""
-        return any(one.broken for one in self._results)
+        """Whether the kernel has told of broken hardware since the workers began, or right before that."""
+        return any(one.broken for one in (*self._results, *self._still_broken))
+
+    @property
+    def _still_broken(self) -> list[Found]:
+        """Broken hardware of before, where workers did not last on it: a restart has mended nothing."""
+        return self._earlier if time.monotonic() - self._began_s < _LASTED_S else []
 
     @property
     def _results(self) -> tuple[Found, ...]:

@@ -65,6 +65,23 @@ def test_words_of_the_last_incarnation_are_forgotten_and_late_ones_not_taken() -
     assert words.heard("node-0", Words(0, (said(0, "cuda-ecc", "again", unix_s=201.0),)))
 
 
+def test_words_of_an_incarnation_that_is_over_still_explain_its_deaths() -> None:
+    words = JobWords(lambda now_s: now_s)
+    xid = "NVRM: Xid (PCI:0000:9b:00): 79, pid=77, name=python"
+    assert words.heard("node-1", Words(1, (Said(-1, "", xid, "kernel", 0, 99.0),)))
+    over = words.begin_again(200.0)
+    assert over.heard(
+        "node-1", Words(1, (said(3, "cuda-ecc", "CUDA error: uncorrectable ECC", unix_s=199.5),))
+    )
+    assert not over.heard("node-1", Words(1, (said(3, "cuda-ecc", "that of the next", unix_s=202.0),)))
+    cause = cause_of(over.failure([death(3, "RuntimeError: CUDA error")], RANKS))
+    assert cause is not None
+    assert cause.first is not None
+    assert (cause.kind, cause.confidence, cause.first.source) == ("gpu-off-bus", "high", "kernel")
+    assert [one.rank for one in cause.then] == [3]
+    assert words.failure([], RANKS).cause_class == ""
+
+
 def test_a_node_that_says_without_end_is_cut() -> None:
     words = JobWords(lambda now_s: now_s)
     for first in range(0, 256, 64):

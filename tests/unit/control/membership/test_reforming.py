@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from keepstep.control.effects import Tell
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.membership.reforming_orders import End, HaltThese, Lost, Order, Renew
+from keepstep.control.membership.reforming_orders import End, Exclude, HaltThese, Lost, Order, Renew
 from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.settings import Settings
@@ -19,11 +20,11 @@ SETTINGS = Settings(backups=1)
 class Job:
     """Launchers of equal nodes and what their controller orders; ``gpu-0`` and on play, later ones are spares."""
 
-    def __init__(self, nodes: int = 3, *, spares: int = 0, max_restarts: int = 2) -> None:
+    def __init__(self, nodes: int = 3, *, spares: int = 0, max_restarts: int = 2, host: int = -1) -> None:
         self.rendezvous = Rendezvous(nodes)
         self.max_restarts = max_restarts
         self.heard: set[int] = set()
-        self.nodes = nodes
+        self.nodes, self.host = nodes, host
         self.spending = Spending(Limits(), lambda now_s: now_s)
         self.reforming = Reforming(
             self.rendezvous, SETTINGS, lambda rank, now_s: rank in self.heard, self.spending
@@ -37,7 +38,7 @@ class Job:
     def come(self, number: int, incarnation: int = -1, *, ranks: int = 2, now_s: float = 0.0) -> list[Order]:
         join = Join(
             f"gpu-{number}", f"10.0.0.{number}", ranks, 29500, -1, self.nodes, self.nodes, self.max_restarts,
-            incarnation,
+            incarnation, hosts_controller=number == self.host,
         )  # fmt: skip
         self.rendezvous.join(self.launcher(number), join, number, now_s)
         if not self.rendezvous.placements:
@@ -167,6 +168,52 @@ def test_a_node_that_a_budget_refuses_is_replaced_though_no_spare_is_left_for_an
         job.reforming.halted(job.launcher(0), Halted(incarnation, 4000, unfit=unfit), 2.0)
         job.halt(2, incarnation=incarnation)
     assert sorted(job.table()) == ["gpu-0", "gpu-2", "gpu-3"]
+
+
+def refused_as_unfit(number: int, host: int = -1) -> tuple[Job, list[Order]]:
+    """A job of three nodes after a rank of a broken one has failed twice with one error, and what is ordered then."""
+    job, orders = Job(3, max_restarts=9, host=host), list[Order]()
+    for incarnation in range(2):
+        failed = Failed(incarnation, 1, "rank 3: RuntimeError: CUDA error: ECC", 3, 41, 10.0 * incarnation)
+        job.spending.failed(f"gpu-{number}", failed, 0.0)
+        job.fail(number, incarnation)
+        unfit = Halted(incarnation, 4000, unfit="Xid 48")
+        job.reforming.halted(job.launcher(number), unfit, 2.0)
+        orders = job.halt(*{0, 1, 2} - {number}, incarnation=incarnation)
+    return job, orders
+
+
+def test_another_node_is_waited_for_where_a_broken_one_fails_again() -> None:
+    job, (told,) = refused_as_unfit(1)
+    assert isinstance(told, Tell)
+    assert "waits for the other nodes" in told.text
+    assert "Renew" not in kinds(job.wait(3, 60) + job.come(3, now_s=60.0))
+    orders = job.halt(3, incarnation=1)
+    (excluded,) = [one for one in orders if isinstance(one, Exclude)]
+    assert excluded.launcher == job.launcher(1)
+    assert excluded.reason == "node gpu-1 is excluded: Xid 48"
+    assert sorted(job.table()) == ["gpu-0", "gpu-2", "gpu-3"]
+
+
+def test_a_broken_node_that_leaves_meanwhile_is_replaced_like_a_lost_one() -> None:
+    job, _ = refused_as_unfit(1)
+    job.go(1, 3.0)
+    assert "End" not in kinds(job.wait(3, 60) + job.come(3, now_s=60.0) + job.halt(3, incarnation=1))
+    assert sorted(job.table()) == ["gpu-0", "gpu-2", "gpu-3"]
+
+
+def test_for_want_of_another_node_than_a_broken_one_the_job_is_to_begin_elsewhere() -> None:
+    job, _ = refused_as_unfit(1)
+    (end,) = job.wait(3, SETTINGS.join_s + 3)
+    assert isinstance(end, End)
+    assert (end.exit_code, end.kind) == (75, "hardware")
+    assert "no spare came within 600 s for node gpu-1" in end.reason
+
+
+def test_a_broken_node_with_the_controller_ends_the_job_for_its_hardware() -> None:
+    _, (end,) = refused_as_unfit(0, host=0)
+    assert isinstance(end, End)
+    assert (end.exit_code, end.kind) == (75, "hardware")
 
 
 def test_a_new_controller_counts_on_with_what_launchers_say_again() -> None:

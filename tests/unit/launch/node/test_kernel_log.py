@@ -276,3 +276,31 @@ def test_a_restart_of_the_application_is_told_and_leaves_the_node_in_the_job(
     assert asyncio.run(after_a_failure(contained)) == ""
     assert run.said == [contained.text]
     assert asyncio.run(after_a_failure(broken)) == broken.text
+
+
+def test_broken_hardware_counts_again_where_workers_do_not_last_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = job_from_command_line(["--nproc-per-node", "1", "train.py"], {"HOME": "/nowhere"})
+    node = NodeChecks(ToldRun(tmp_path, job, children=False))
+    broken = judge(f"{GPU}: 95, pid=7, name=python, Uncontained: LTC TAG (0x2,0x0)")
+    assert broken is not None
+    now_s = 1000.0
+    monkeypatch.setattr(node_checks.time, "monotonic", lambda: now_s)
+
+    async def after_a_failure(*found: Found) -> str:
+        node.failed()
+        assert node._running is not None
+        await asyncio.wait([node._running])
+        return node.unfit()
+
+    node.began()
+    for found in ((broken,), (), ()):
+        monkeypatch.setattr(node_checks, "run", lambda _, found=found: found)
+        assert asyncio.run(after_a_failure()) == broken.text
+        assert node.is_broken
+        now_s += 5
+        node.began()
+    now_s += 3600
+    assert asyncio.run(after_a_failure()) == ""
+    assert not node.is_broken

@@ -47,3 +47,5 @@ class Found:
     text: str
     unfit: bool = False  # workers cannot run on this node as it is
     broken: bool = False  # its hardware is broken
+    told: str = ""  # the kernel's line that says so
+    told_s: float = 0.0  # when the kernel wrote it; CLOCK_MONOTONIC

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from keepstep.core.kernel_records import KernelLog
+from keepstep.core.kernel_records import KernelLog, Record
 from keepstep.launch.node.checks import Found, Subject
 from keepstep.launch.node.checks.xids import (
     ACTIONS,
@@ -69,7 +69,8 @@ def look(subject: Subject) -> Iterator[Found]:
 
     Where nothing has failed yet it makes no node unfit, and errors of earlier applications are left out.
     """
-    told = list(_judged(tuple(_lines(subject.kernel_log, subject.since_s))))
+    records = tuple(_records(subject.kernel_log, subject.since_s))
+    told = list(_judged([record.text for record in records]))
     gravest = max((one.weight for one in told), default=_Weight.PAST)
     alike = [one for one in told if one.weight == gravest]
     if not alike or (subject.fresh and gravest < _Weight.UNCLEAR):
@@ -83,6 +84,8 @@ def look(subject: Subject) -> Iterator[Found]:
         f"{'drain the node and have it looked at' if broken else 'the node stays in use'}",
         unfit=broken and not subject.fresh,
         broken=broken and not subject.fresh,
+        told=newest.line if broken else "",
+        told_s=next(record.at_s for record in reversed(records) if record.text == newest.line),
     )
 
 
@@ -157,15 +160,15 @@ def _says_so(action: str, rest: str, *, contained: bool) -> bool:
     )
 
 
-def _lines(path: str, since_s: float) -> Iterator[str]:
-    """Lines of the kernel's log since then; none of a FIFO, which gives each line to one reader only."""
+def _records(path: str, since_s: float) -> Iterator[Record]:
+    """Records of the kernel's log since then; none of a FIFO, which gives each line to one reader only."""
     try:
         log = KernelLog(path)
     except OSError:
         return
     try:
         if not log.is_fifo:
-            yield from (record.text for record in log.records(_MOST) if record.at_s >= since_s)
+            yield from (record for record in log.records(_MOST) if record.at_s >= since_s)
     except OSError:
         return
     finally:
