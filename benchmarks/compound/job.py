@@ -317,10 +317,11 @@ class Treated:
 
     def _begin(self) -> None:
         """Workers of a new incarnation, and their agents."""
-        place_of = [-1] * NODES
+        place_of, incarnation = [-1] * NODES, 0
         for node, member in enumerate(self._members):
             placement = member.to_run
             assert placement is not None
+            incarnation = placement.incarnation
             place_of[node] = placement.node_rank
             assert placement.first_rank == placement.node_rank * given.TP
             member.started()
@@ -341,7 +342,7 @@ class Treated:
         for node, name in enumerate(self._names):
             peer, place = self._agent_of[node], place_of[node]
             self.controller.connected(peer, "agent")
-            self._say(peer, wire.Hello("agent", name, place, peer, launcher=100 + node))
+            self._say(peer, wire.Hello("agent", name, place, peer, incarnation, launcher=100 + node))
             own = set(range(place * given.TP, (place + 1) * given.TP))
             self._say(
                 peer, wire.Groups(place * given.TP, tuple(one for one in groups if own & set(one.members)))

@@ -185,6 +185,8 @@ class KubeTrial:
             until(self._proven, "the job is faster with a spare", _PATIENCE_S)
         if plan.taint:
             until(lambda: (self.node, plan.taint) in self.watching.taints, "the taint", _PATIENCE_S)
+            # Twenty pods that begin at once take what this host has.
+            until(lambda: self._victim in self.watching.left, "the victim's pod leaves", _PATIENCE_S)
             if plan.api_away:  # which the scheduler hears of late
                 until(self._scheduler_knows, "the scheduler sees the taint", _PATIENCE_S)
             for number in range(OTHERS):

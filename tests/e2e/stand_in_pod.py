@@ -24,6 +24,7 @@ _SERIAL = itertools.count()  # of the interfaces of this process
 _OWN = ("etc", "run", "dev")
 _CLONE = Path(__file__).parents[2]
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_HARDWARE_ADDRESS = "02:00:00:00:00:01"
 
 
 def do(*command: str) -> None:
@@ -42,15 +43,17 @@ class Network:
         )  # a range that is kept for tests
         self.address = f"{self._base}1"
         self._taken: set[str] = set()
-        do("ip", "link", "add", self.bridge, "type", "bridge")
+        # Each in its turn: what others know of a pod's address is wrong for the next one that has it.
+        self._numbers = itertools.cycle(range(10, 255))
+        # A bridge has the lowest address of its ports unless it has one of its own: with each pod that came or went it
+        # could be another, and who knew the old one got no answer for half a minute.
+        do("ip", "link", "add", self.bridge, "address", _HARDWARE_ADDRESS, "type", "bridge")
         do("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
         do("ip", "link", "set", self.bridge, "up")
 
     def join(self) -> tuple[str, str]:
         """A new namespace on the bridge: its name, which is that of its interface here, and its address."""
-        address = next(
-            one for number in range(10, 255) if (one := f"{self._base}{number}") not in self._taken
-        )
+        address = next(one for number in self._numbers if (one := f"{self._base}{number}") not in self._taken)
         self._taken.add(address)
         name = f"{_PREFIX}{os.getpid()}x{next(_SERIAL)}"
         inside = ("ip", "-netns", name)

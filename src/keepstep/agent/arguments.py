@@ -42,6 +42,7 @@ class Arguments:
     checkpoint_keep: int
     backups: int  # how many other nodes back up each rank's checkpoints
     backup_rate: float  # most bytes a second that are sent to other nodes; 0: no limit
+    incarnation: int  # in which the ranks of its rings play
     failure_domain: str  # name of a group of nodes that may be lost together; "": unknown
 
 
@@ -66,6 +67,7 @@ def parse(words: Sequence[str] | None = None) -> Arguments:
     parser.add_argument("--checkpoint-keep", type=int, default=0)
     parser.add_argument("--backups", default=0, type=int, metavar="K")
     parser.add_argument("--backup-rate", default=0.0, type=float, metavar="BYTES")
+    parser.add_argument("--incarnation", type=int, default=0, metavar="N")
     parser.add_argument("--failure-domain", default="", metavar="LABEL")
     for name in ("--tls-cert", "--tls-key", "--tls-ca"):
         parser.add_argument(name)

@@ -179,6 +179,7 @@ class Program:
             arguments.node,
             arguments.node_rank,
             os.getpid(),
+            arguments.incarnation,
             failure_domain=arguments.failure_domain,
             launcher=max(self._parent, 0),
         )

@@ -45,6 +45,7 @@ class Node:
     ranks: tuple[int, ...] = ()
     causes_s: float = 0.0
     causes: tuple[HostCause, ...] = ()
+    incarnation: int = 0  # in which the ranks play that its agent watches
     failure_domain: str = ""  # nodes of the same domain may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
@@ -274,11 +275,14 @@ class Cluster:
         recent = (node.causes for node in self.nodes.values() if now_s - node.causes_s <= _CAUSES_S)
         return [cause for causes in recent for cause in causes]
 
-    def trains(self, steps_unseen: bool) -> bool:
-        """Whether every rank that is watched has finished a step or, with ``steps_unseen``, made progress at least."""
+    def trains(self, incarnation: int, steps_unseen: bool) -> bool:
+        """Whether every rank that is watched has finished a step of this incarnation.
+
+        With ``steps_unseen`` progress is enough. Agents of an earlier incarnation may still tell of its ranks.
+        """
         ranks = 0
         for node in self.nodes.values():
-            beat = node.beat
+            beat = node.beat if node.incarnation >= incarnation else None
             if beat is None or any(
                 one.step < 0 and one.watched and not (steps_unseen and one.progress) for one in beat.ranks
             ):

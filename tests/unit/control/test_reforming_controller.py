@@ -16,11 +16,13 @@ from keepstep.wire import (
     Found,
     Halt,
     Halted,
+    Heartbeat,
     Hello,
     Join,
     Kept,
     Message,
     Placement,
+    RankBeat,
     Refused,
     Seat,
     Stop,
@@ -110,6 +112,26 @@ def test_the_agent_of_a_launcher_that_was_replaced_is_refused() -> None:
     refused = stage.agent(1, launcher=101)
     assert sent(refused, Refused)
     assert any(isinstance(effect, Disconnect) for effect in refused)
+
+
+def test_the_job_does_not_run_again_by_the_word_of_agents_of_the_incarnation_before() -> None:
+    stage = Stage()
+
+    def beat(numbers: range, incarnation: int, step: int, now_s: float) -> str:
+        for node in range(2):
+            peer, who = numbers[node], Hello("agent", f"gpu-{node}", node, numbers[node], incarnation)
+            if peer not in stage.controller.peers.connected:
+                stage.controller.connected(peer, "agent")
+                stage.say(peer, who, now_s=now_s)
+            stage.say(peer, Heartbeat(node, 1, now_s, (RankBeat(node, step, 1, 1),)), now_s=now_s)
+        return stage.controller.state(now_s).value
+
+    old, new = range(10, 12), range(20, 22)
+    assert beat(old, 0, 7, 1.0) == "running"
+    stage.begin_again()
+    assert beat(old, 0, 7, 2.0) == "recovering"
+    assert beat(new, 1, -1, 3.0) == "recovering"
+    assert beat(new, 1, 7, 4.0) == "running"
 
 
 @pytest.mark.parametrize("says_so", [False, True])

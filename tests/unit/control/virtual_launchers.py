@@ -395,7 +395,8 @@ class Job(JobState):
         placement = host.part.placement
         assert placement is not None
         host.agent = self._open("agent", host, site)
-        hello = wire.Hello("agent", host.name, placement.node_rank, host.pid + 5000, launcher=host.pid)
+        who = (host.name, placement.node_rank, host.pid + 5000, placement.incarnation)
+        hello = wire.Hello("agent", *who, launcher=host.pid)
         self._put(host.agent, [hello])
 
     def _beat(self, host: Host) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from keepstep.kubernetes.rounds import ASK_S, ASK_SILENT_S, Rounds
 
 
@@ -22,6 +24,18 @@ def _asks(rounds: Rounds[str], job: str, now_s: float) -> bool:
     for one in begun:
         rounds.end(one, now_s, heard=True)
     return job in begun
+
+
+def test_a_job_that_falls_silent_is_asked_soon_for_a_while() -> None:
+    rounds, asked = Rounds[str](), list[float]()
+    for tick in range(700):
+        now_s = tick / 10
+        for job in rounds.begin(["a"], now_s):
+            asked.append(now_s)
+            rounds.end(job, now_s, heard=now_s < 5)
+    gaps = [round(later - one, 1) for one, later in itertools.pairwise(asked)]
+    assert set(gaps[:30]) == {ASK_S}
+    assert set(gaps[-5:]) == {ASK_SILENT_S}
 
 
 def test_very_many_jobs_are_asked_more_seldom_and_each_in_its_turn() -> None:

@@ -72,7 +72,7 @@ class JobStates:
         incarnation = reforming.incarnation
         if self._trained < incarnation and dying < incarnation:
             steps_unseen = now_s - self.since_s >= _UNSEEN_STEPS_S
-            self._trained = incarnation if cluster.trains(steps_unseen) else self._trained
+            self._trained = incarnation if cluster.trains(incarnation, steps_unseen) else self._trained
         facts = Facts(
             placed=bool(rendezvous.placements) or bool(cluster.node_of),
             incarnation=incarnation,

@@ -82,6 +82,7 @@ class Peers:
         if node.agent_pid != hello.pid:
             node.agent_pid, node.agent_starts = hello.pid, node.agent_starts + 1
         node.agent, node.left, node.failure_domain = peer, False, hello.failure_domain
+        node.incarnation = hello.incarnation
         node.heard_s, node.mute, node.silent = now_s, False, False
         return node
 

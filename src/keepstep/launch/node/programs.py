@@ -268,6 +268,7 @@ def agent_command(
         *("--node", job.node),
         *("--node-rank", str(place.node_rank)),
         *("--world-size", str(place.world_size)),
+        *("--incarnation", str(place.incarnation)),
         *(("--cache", cache) if cache else ()),
     ]
     if job.persisting:
