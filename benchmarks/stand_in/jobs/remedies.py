@@ -197,8 +197,8 @@ class Pipelines:
     def __init__(self, session: keepstep.Session) -> None:
         self.replica, self.stage = divmod(session.rank, 2)
         self._peer = session.rank ^ 1
-        self._over = [dist.new_group([0, 2]), dist.new_group([1, 3])][self.stage]
-        self._along = [dist.new_group([0, 1]), dist.new_group([2, 3])][self.replica]
+        self._over: Any = [dist.new_group([0, 2]), dist.new_group([1, 3])][self.stage]
+        self._along: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])][self.replica]
         self.model = layers(WIDTH)
         self.optimizer = self.torch_optimizer = sgd(self.model)
         self._ballast = torch.zeros(BALLAST, dtype=torch.float64, device="cuda")

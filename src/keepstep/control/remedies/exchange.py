@@ -300,7 +300,7 @@ class Relocation(Move):
         figures = outcome.figures if outcome is not None else ()
         ways = link_transports(figures)
         speeds = {pair: speed for pair, speed in link_speeds(figures).items() if ways[pair] == "nccl"}
-        own = [speeds.get(pair, 0.0) for pair in (ends, ends[::-1])]
+        own = [speeds.get(pair, 0.0) for pair in (ends, (ends[1], ends[0]))]
         others = [speed for pair, speed in speeds.items() if set(pair) != set(ends)]
         left.fast = left.fast + 1 if others and min(own) >= SLOW_SHARE * median(others) else 0
         if left.fast == 1:
