@@ -17,7 +17,7 @@ using cuda::Handle;
 // The moment on a stream from which on bytes may be read.
 class Moment {
  public:
-  explicit Moment(Handle stream) : aborts_(aborts()), spoilt_(call("keepstep_gate_spoilt")) {
+  explicit Moment(Handle stream) : aborts_(aborts()), spoilt_(call("keepstep_gate_spoils_next")) {
     const Driver* driver = Driver::get();
     if (driver == nullptr) throw std::runtime_error("this process has no CUDA");
     driver->check(driver->context(&context_), "cuCtxGetCurrent");

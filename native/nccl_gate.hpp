@@ -36,9 +36,9 @@ class Gate {
   }
 
   void close() noexcept {
+    aborts_.fetch_add(1);
     std::uint32_t* word = word_.load();
     if (word == nullptr) return;
-    aborts_.fetch_add(1);
     closed_ns_.store(ring::monotonic_ns());
     __atomic_store_n(word, 1, __ATOMIC_SEQ_CST);
     if (watched_.exchange(true)) return;
@@ -55,7 +55,12 @@ class Gate {
   // The groups are whole again: what comes from now on is not spoilt.
   void renew() noexcept { whole_at_.store(aborts_.load()); }
   std::uint64_t aborts() const noexcept { return aborts_.load(); }
-  bool spoilt() const noexcept { return aborts_.load() != whole_at_.load(); }
+  // Whether what a snapshot is begun of comes after an abort. Without a gate nobody tells when the groups are whole again:
+  // then it is the first one only, as collectives of later steps are called after the abort, which NCCL refuses.
+  bool spoils_next() noexcept {
+    const std::uint64_t aborts = aborts_.load();
+    return aborts != (word_.load() == nullptr ? whole_at_.exchange(aborts) : whole_at_.load());
+  }
 
  private:
   static constexpr std::int64_t kLongestNs = 1'000'000'000;
@@ -65,6 +70,7 @@ class Gate {
     void* found = nullptr;
     if (driver.lock_memory(&found, sizeof(std::uint32_t), cuda::Driver::kPortable) != 0) return false;
     *static_cast<std::uint32_t*>(found) = 0;
+    renew();  // no step was made yet that an abort could have fed
     word_.store(static_cast<std::uint32_t*>(found));
     return true;
   }

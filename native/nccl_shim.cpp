@@ -359,6 +359,6 @@ extern "C" void keepstep_gate_close() { gate().close(); }
 extern "C" void keepstep_gate_open() { gate().open(); }
 extern "C" void keepstep_gate_renew() { gate().renew(); }
 extern "C" std::uint64_t keepstep_gate_aborts() { return gate().aborts(); }
-extern "C" std::uint64_t keepstep_gate_spoilt() { return gate().spoilt(); }
+extern "C" std::uint64_t keepstep_gate_spoils_next() { return gate().spoils_next(); }
 
 }  // namespace keepstep::nccl

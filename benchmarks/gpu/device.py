@@ -78,6 +78,9 @@ class RealDevice:
     def cut(self, stream: int, source: int, target: int, on: bool = True) -> None:
         raise ValueError("ranks of one host have no link that can be cut")
 
+    def fail_links(self, stream: int, rank: int) -> None:
+        raise ValueError("links of a real device do not fail by an order")
+
     def slow_pair(self, stream: int, source: int, target: int, percent: int) -> None:
         raise ValueError("ranks of one host have no link that can be throttled")
 

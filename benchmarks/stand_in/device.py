@@ -24,7 +24,8 @@ COUNTERS: tuple[Counter, ...] = (
 _CUT, _SLOW = 0, MOST_RANKS * MOST_RANKS * 4
 _PROGRESS = 2 * MOST_RANKS * MOST_RANKS * 4
 _HOLDERS = _PROGRESS + 3 * MOST_RANKS * 8
-CONTROL_BYTES = _HOLDERS + 16 * 32 * 24
+_LINKS_FAILED = _HOLDERS + 16 * 32 * 24
+CONTROL_BYTES = _LINKS_FAILED + 4 * MOST_RANKS
 
 
 def compute_values() -> None:
@@ -132,6 +133,13 @@ class Device:
     def cut(self, stream: int, source: int, target: int, on: bool = True) -> None:
         """What ``Control.cut`` does, when ``stream`` gets there; all ranks are concerned."""
         self._library.stand_in_pair(ctypes.c_void_p(stream), 0, source, target, int(on))
+
+    def fail_links(self, stream: int, rank: int) -> None:
+        """Let links of a rank fail when ``stream`` gets there: its communicators say so, and get nothing any more.
+
+        What it sends to the others still comes. Communicators that are made later are whole.
+        """
+        self._library.stand_in_fail_links(ctypes.c_void_p(stream), rank)
 
     def slow_pair(self, stream: int, source: int, target: int, percent: int) -> None:
         """What ``Control.slow_pair`` does, when ``stream`` gets there; all ranks are concerned."""

@@ -40,6 +40,7 @@ What = Literal[
     "illegal-address",  # a kernel in phase `where` fails
     "ecc",  # the same, by the memory's fault
     "die",  # it is killed in phase `where`
+    "lose-links",  # its links fail when its device comes to what is launched in phase `where`; nobody dies
     "raise",  # its script raises an error in phase `where`
     "save",  # it writes a checkpoint for `value` seconds in phase `where`
     "evaluate",  # it evaluates another model for `value` seconds
@@ -150,6 +151,8 @@ class Script:
                 self.device.fail_next(ECC)
             elif fault.what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.what == "lose-links":
+                self.device.fail_links(self._stream, self._rank)
             elif fault.what == "raise":
                 raise ValueError("this batch has no label")
             elif fault.what == "save":
@@ -158,11 +161,14 @@ class Script:
                 _evaluate(fault.value)
 
     def obey(self, order: Path, step: int) -> None:
-        """Play in this step the fault that the file ``order`` tells, as ``what where``. The file goes."""
-        if order.exists():
-            what, where = order.read_text().split()
+        """Play in this step, or a later one, the fault that the file ``order`` tells, as ``what where [step]``.
+
+        The file goes.
+        """
+        if order.exists() and (words := order.read_text().split()):
+            what, where, at = words if len(words) == 3 else (*words, str(step))
             order.unlink()
-            self.faults.append(Fault(cast("What", what), self._rank, step, cast("Phase", where)))
+            self.faults.append(Fault(cast("What", what), self._rank, int(at), cast("Phase", where)))
 
     def says(self, what: What, step: int) -> bool:
         """Whether a fault that the job itself has to play is due in this step."""

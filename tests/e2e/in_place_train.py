@@ -2,7 +2,8 @@
 
 Arguments: folder, kind (``ddp``, ``fsdp2``, ``own``), steps, deaths: ``RANK:STEP:MOMENT:HOW,…``, one for each
 incarnation. Moments: ``forward``, ``backward``, ``optimizer`` (one of two has stepped), ``save``; how: ``kill``,
-``stop``, ``raise``. A ``swallow`` has the other ranks not leave the training when they are told to.
+``stop``, ``raise``, ``cut`` (its connections are lost, and it lives). A ``swallow`` has the other ranks not leave the
+training when they are told to.
 ``STEP_S``: seconds that a step takes more, until there is a file ``hurry`` in the folder.
 """
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
+from keepstep.worker.group_connections import OURS
 
 folder, kind, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 deaths = [death.split(":") for death in sys.argv[4].split(",") if death]
@@ -46,7 +48,10 @@ class Dying:
                 time.sleep(0.01)
         if self.how == "raise":
             raise ValueError("boom")
-        os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+        if self.how == "cut":
+            OURS.shut()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
 
 
 class Data:

@@ -110,6 +110,15 @@ def test_no_step_is_lost_or_made_twice_wherever_it_dies(
     assert found.starts[1] in (4, 5)  # 4: the copy of step 5's state had not ended when it died
 
 
+def test_connections_that_are_lost_while_all_live_cost_no_process(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    found = job(tmp_path / "cut", "ddp", "1:4:backward:cut", *UNWATCHED)
+    assert found.losses == undisturbed["ddp"].losses
+    assert found.processes == [1, 1]
+    assert len(found.starts) == 2
+
+
 def test_the_reference_path_gives_the_same(tmp_path: Path, undisturbed: Undisturbed) -> None:
     found = job(tmp_path / "replaced", "ddp", "1:4:backward:kill", *UNWATCHED[1:])
     assert found.losses == undisturbed["ddp"].losses

@@ -20,11 +20,13 @@ struct Control {
   std::atomic<std::int32_t> slow[kMostRanks][kMostRanks];  // percent more time from the first to the second
   std::atomic<std::int64_t> enqueued[kMostRanks], started[kMostRanks], completed[kMostRanks];  // NCCL's operations
   Holder holders[kMostDevices][kMostHolders];
+  std::atomic<std::int32_t> links_failed[kMostRanks];  // how often those of a rank have
 };
 
 void* mapped(const std::string& path, std::size_t bytes);  // shared, made if need be; null: it cannot be had
 Control& control();  // of this process alone where there is no file
 int job_rank();      // RANK of the environment; -1: there is none
+void look_at_rank();  // the process may be another rank by now
 bool is_dead(int pid);  // a zombie is
 
 }  // namespace stand_in

@@ -1,6 +1,7 @@
 // The stand-in's device: its clock, streams, kernels and faults. See device.hpp.
 #include "device.hpp"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -382,6 +383,35 @@ Kind kind_of(const char* name) {
   return Kind::other;
 }
 
+namespace {
+std::atomic<bool> aborted{false}, held{false}, stepped{false};
+
+std::atomic<std::uint64_t> aborts_before{0};
+
+// How many aborts keepstep's shim knows of.
+std::uint64_t known_aborts() {
+  const auto ask = reinterpret_cast<std::uint64_t (*)()>(dlsym(RTLD_DEFAULT, "keepstep_gate_aborts"));
+  return ask == nullptr ? 0 : ask();
+}
+
+void optimizer_runs() {
+  if (!aborted || stepped.exchange(true)) return;
+  log("fed %s %lld", known_aborts() == aborts_before ? "unknown" : "known", static_cast<long long>(real_now()));
+}
+}  // namespace
+
+void groups_are_made() {
+  aborted = held = stepped = false;
+  aborts_before = known_aborts();
+}
+void was_aborted() {
+  if (!aborted.exchange(true)) log("aborted %lld", static_cast<long long>(real_now()));
+}
+void was_held(Ns from) {
+  if (aborted && !stepped && !held.exchange(true))
+    log("held %lld %lld", static_cast<long long>(from), static_cast<long long>(real_now()));
+}
+
 int launch(Stream* stream, Kind kind) {
   if (const int error = failed()) return error;
   count(kLaunches);
@@ -417,7 +447,10 @@ int launch(Stream* stream, Kind kind) {
     });
   } else {
     // How slow the device is when it is launched, or when its graph is.
-    stream->enqueue([=](Ns begin) { return begin + static_cast<Ns>(us * (captured ? t_factor : slower) * 1000); });
+    stream->enqueue([=](Ns begin) {
+      if (kind == Kind::optimizer) optimizer_runs();
+      return begin + static_cast<Ns>(us * (captured ? t_factor : slower) * 1000);
+    });
   }
   return kOk;
 }

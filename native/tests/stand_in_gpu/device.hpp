@@ -140,6 +140,12 @@ constexpr int kKinds = 5;
 int launch(Stream* stream, Kind kind);
 Kind kind_of(const char* mangled_name);
 
+// Log, each once until groups are made again, that an operation of NCCL was aborted on the device, that a stream was held
+// then, and that a kernel of the optimizer's ran after it ("fed"), and whether keepstep's shim knew of an abort by then.
+void groups_are_made();
+void was_aborted();
+void was_held(Ns from);
+
 int failed();  // sticky, as after an illegal access; 0: whole
 
 enum Counter { kLaunches, kEvents, kSynchronizations, kQueries, kStreamWaits, kCommunications, kCounters };

@@ -112,6 +112,7 @@ CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t
       return (flags & 1) != 0 ? *word == value : static_cast<std::int32_t>(*word - value) >= 0;
     };
     for (timespec pause{0, 20'000}; !there() && failed() == 0;) nanosleep(&pause, nullptr);
+    if (real_now() - before > 1'000'000) was_held(before);
     return is_virtual() ? begin : begin + (real_now() - before);
   });
   return CUDA_SUCCESS;

@@ -59,6 +59,9 @@ Result join(Comm* made, const char* id, int size, int rank, bool blocking = true
   core->rank = rank;
   core->size = size;
   core->device = current_device();
+  look_at_rank();
+  core->links_failed = links_failed();
+  groups_are_made();
   core->shared = static_cast<Shared*>(mapped(kFolder + core->name, sizeof(Shared)));
   if (core->shared == nullptr) return kSystemError;
   core->shared->pid[rank] = getpid();
@@ -125,10 +128,16 @@ Result add(Comm comm, Do what, const void* in, void* out, std::size_t count, int
   return submit(std::move(works));
 }
 
-// A peer that died is noticed as over sockets, which close; not so with STAND_IN_NOTICE_DEATH=0, as over NVLink.
-Result look_for_the_dead(Core& core) {
+// Links that failed are noticed. So is a peer that died, as over sockets, which close; not so with STAND_IN_NOTICE_DEATH=0, as
+// over NVLink.
+Result look_for_errors(Core& core) {
   static const bool notices = setting("STAND_IN_NOTICE_DEATH", 1) != 0;
-  if (!notices || core.aborted || core.error != kSuccess) return core.error;
+  if (core.aborted || core.error != kSuccess) return core.error;
+  if (core.links_failed != links_failed()) {
+    log("links of %s failed", core.name.c_str());
+    return core.error = kRemoteError;
+  }
+  if (!notices) return kSuccess;
   for (int rank = 0; rank < core.size; ++rank) {
     if (rank == core.rank || !is_dead(core.shared->pid[rank])) continue;
     core.error = kRemoteError;
@@ -137,16 +146,19 @@ Result look_for_the_dead(Core& core) {
   return core.error;
 }
 
-// STAND_IN_ABORT: "quick" returns at once; "stream" when all that was enqueued of the communicator has left the device,
-// and with it all that is enqueued before; "ranks" when all living ranks have called it, too; "never" does not return.
+// STAND_IN_ABORT: "quick" returns at once; "slow" after half a second, as on an H100; "stream" when all that was enqueued of the
+// communicator has left the device, and with it all that is enqueued before; "ranks" when all living ranks have called it, too;
+// "never" does not return; "fails" does nothing, and says so.
 Result abort_core(const CorePointer& core) {
   static const std::string how = setting("STAND_IN_ABORT") == nullptr ? "quick" : setting("STAND_IN_ABORT");
+  if (how == "fails") return kInvalidUsage;
   core->aborted = true;
   core->shared->aborting[core->rank] = 1;
   if (core->joining) unlink((kFolder + core->name).c_str());
   ring(*core->shared);
   log("abort %s %lld", core->name.c_str(), static_cast<long long>(host_now()));
-  if (how == "quick") return kSuccess;
+  if (how == "slow") usleep(500'000);
+  if (how == "quick" || how == "slow") return kSuccess;
   while (how == "never") pause();
   Point last;
   {
@@ -275,7 +287,7 @@ Result ncclCommAbort(Comm comm) {
   const CorePointer core = core_of(comm);
   if (core == nullptr) return kSuccess;
   const Result result = abort_core(core);
-  std::atomic_store(&comm->core, CorePointer());
+  if (result == kSuccess) std::atomic_store(&comm->core, CorePointer());
   return result;
 }
 Result ncclCommRevoke(Comm comm, int) {
@@ -303,7 +315,7 @@ Result ncclCommFinalize(Comm comm) {
 Result ncclCommGetAsyncError(Comm comm, Result* error) {
   const CorePointer core = core_of(comm);
   if (core == nullptr) return kInvalidArgument;
-  *error = look_for_the_dead(*core);
+  *error = look_for_errors(*core);
   if (*error == kSuccess) *error = look_for_the_others(core);
   return kSuccess;
 }

@@ -57,6 +57,7 @@ struct Core {  // a communicator, as long as anything of it is enqueued
   std::atomic<bool> aborted{false};
   bool joining = false;  // without blocking: not all ranks were there yet
   std::atomic<Result> error{kSuccess};
+  int links_failed = 0;  // of its rank of the job, when it was made
   std::uint64_t step = 0, splits = 0;  // collective pieces; splits made of it
   std::mutex lock;
   Point last, last_captured;           // its operations follow each other, on whatever streams they are
@@ -83,6 +84,8 @@ std::size_t width_of(int type);  // bytes; 0: no such type
 void reduce(const std::vector<const char*>& parts, std::size_t count, int type, int reduction, void* out);
 double value_of(const void* one, int type);
 void scale(void* data, std::size_t count, int type, double factor);
+
+int links_failed();  // of this rank of the job, so far
 
 void tell_of(const CorePointer& core);  // to whoever asks RAS
 

@@ -71,6 +71,11 @@ bool move_piece(Work& work, std::size_t from, std::size_t count, Ns begin, Ns* a
   shared.at[core.rank] = begin;
   shared.slow[core.rank] = worst(core, control().slow);
   shared.cut[core.rank] = worst(core, control().cut);
+  if (core.links_failed != links_failed()) {  // what it sends still comes to the others, nothing comes to it
+    shared.arrived[core.rank] = shared.left[core.rank] = core.step;
+    ring(shared);
+    return until(core, [] { return false; });
+  }
   if (!meet(core, shared.arrived)) return false;
   for (int rank = 0; rank < core.size; ++rank) {
     *all_here = std::max(*all_here, shared.at[rank].load());
@@ -156,6 +161,11 @@ bool is_message(const Work& work) { return work.what == Do::send || work.what ==
 
 }  // namespace
 
+int links_failed() {
+  const int rank = job_rank();
+  return rank < 0 || rank >= kMostRanks ? 0 : control().links_failed[rank].load();
+}
+
 void ring(Shared& shared) {
   ++shared.bell;
   syscall(SYS_futex, &shared.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -206,6 +216,7 @@ Ns run(std::vector<Work>& works, Ns begin) {
   const int rank = job_rank();
   if (rank >= 0 && rank < kMostRanks) control().started[rank] += count;
   const Ns end = carry(works, begin);
+  if (works.front().core->aborted.load()) was_aborted();
   if (rank >= 0 && rank < kMostRanks && !works.front().core->aborted.load() && failed() == 0)
     control().completed[rank] += count;
   return end;

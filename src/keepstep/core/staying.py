@@ -15,5 +15,8 @@ LEFT = "left"
 REFUSED = "refused"
 """Sent by a worker: it cannot leave, or not stay; the rest of the message says why."""
 
+LOST = "lost"
+"""Sent by a worker: its training has ended because it lost others, and can be left; the rest is the error."""
+
 MOST_BYTES = 1 << 20
 """Longest message."""

@@ -1,6 +1,7 @@
 """A worker that outlives its incarnation: it leaves its training when told to, drops all of it, and begins again.
 
     launcher ── leave ─────────────────────▶   the training is blocked, or will be
+    launcher ◀── lost, error ───────────────   the training has ended by the loss of others; comes first, if at all
     launcher ◀── left  (or: refused, why) ──   no group, no model, no snapshot of the old incarnation is held any more
     launcher ── environment, streams ──────▶   the same as for a standby
 
@@ -31,10 +32,12 @@ import torch
 import torch.distributed as dist
 
 from keepstep.checkpoint import api as door
+from keepstep.core.log_lines import one_line
 from keepstep.core.lost_connection import tells_of_another
-from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
+from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, MOST_BYTES, REFUSED, STAYS
 from keepstep.session import default_group, groups
 from keepstep.session.device_gate import DeviceGate
+from keepstep.session.device_memory import DeviceMemory
 from keepstep.worker import group_connections as _group_sockets
 from keepstep.worker import group_setup as _group_setup
 from keepstep.worker import milestones as _milestones
@@ -47,6 +50,11 @@ _UNWINDING_S = 0.5  # seconds in which code that handles a `Left` gets no other 
 _ABORT_S = 0.3  # longest time for which the gate stays closed
 _ORDER_PATIENCE_S = 30.0
 """Seconds that a worker which lost a peer waits to be told to leave, because the peer may die slowly."""
+_DEATHS_TOLD_S = 10.0
+"""Seconds after which nobody seems to have died, so that the worker itself says that it has lost others.
+
+Longer than it takes until a node counts as lost (`control.settings`).
+"""
 
 
 class Left(BaseException):
@@ -66,7 +74,7 @@ class Staying:
         self._out = threading.Event()  # the training was left, and all of it was dropped
         self._following: SimpleQueue[tuple[dict[str, str], list[int]]] = SimpleQueue()
         self._random = door.RandomState().state_dict()
-        self._gate = DeviceGate()
+        self._gate, self._memory = DeviceGate(), DeviceMemory()
         self._default = default_group.found()  # looks through objects, hence before these are frozen
         signal.signal(SIGNAL, self._signalled)
         gc.freeze()  # objects that are there already need not be searched when a training is left
@@ -81,6 +89,7 @@ class Staying:
         """Run ``train`` in this incarnation and each that follows; returns or raises what the last call does."""
         while True:
             try:
+                self._memory.begin()
                 self._inside = True
                 if self._over.is_set():
                     raise Left
@@ -97,8 +106,8 @@ class Staying:
     def _or_raise(self, error: BaseException) -> None:
         """Drop the training's frames if it was left because its incarnation is over; else raise its error."""
         if not self._over.is_set():
-            lost = isinstance(error, Exception) and any(tells_of_another(str(one)) for one in _chain(error))
-            if not (lost and self._over.wait(_ORDER_PATIENCE_S)):
+            lost = _lost(error)
+            if not (lost and self._is_told_to_leave(lost)):
                 self._ended = True
                 groups.until_quiet()  # the frames are dropped next, and groups with them
                 raise error
@@ -111,11 +120,19 @@ class Staying:
             one.__traceback__ = None
             one.__context__ = one.__cause__ = None
 
+    def _is_told_to_leave(self, lost: str) -> bool:
+        """Wait for the order. Where nobody dies, as when links fail, it comes once we say what was ``lost``."""
+        if self._over.wait(_DEATHS_TOLD_S):
+            return True
+        with suppress(OSError):
+            self._say(f"{LOST} {one_line(lost)}")
+        return self._over.wait(_ORDER_PATIENCE_S - _DEATHS_TOLD_S)
+
     def _begin_again(self) -> None:
         door.forget()
         held = groups.let_go(self._default)
         default_group.take_off_prefix()
-        if held:
+        if held := held or [one for one in [self._memory.lacking()] if one]:
             self._refuse(f"something outside the training still holds {' and '.join(held)}")
         self._out.set()
         self._say(LEFT)
@@ -188,9 +205,17 @@ class Staying:
         if not on_device:
             return None
         self._gate.close()
-        thread = threading.Thread(target=groups.abort, args=(on_device,), name="keepstep-abort", daemon=True)
+        thread = threading.Thread(
+            target=self._end_operations, args=(on_device,), name="keepstep-abort", daemon=True
+        )
         thread.start()
         return thread
+
+    def _end_operations(self, on_device: list[Any]) -> None:
+        try:
+            groups.abort(on_device)
+        except Exception as error:
+            self._say(f"{REFUSED} its operations on the GPU cannot be ended: {one_line(str(error).strip())}")
 
     def _signalled(self, _: int, frame: FrameType | None) -> None:
         """Raise `Left` in the training; in code that handles a `Left` already, only when that takes long."""
@@ -225,6 +250,13 @@ def staying() -> Staying | None:
             return Staying(launcher)
     launcher.close()
     return None
+
+
+def _lost(error: BaseException) -> str:
+    """What tells of a lost peer, as ``type: message``; "": nothing does."""
+    if not isinstance(error, Exception):
+        return ""
+    return next((f"{type(one).__name__}: {one}" for one in _chain(error) if tells_of_another(str(one))), "")
 
 
 def _chain(error: BaseException) -> list[BaseException]:

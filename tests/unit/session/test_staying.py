@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.core.staying import ADDRESS, LEAVE, LEFT, REFUSED
+from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, REFUSED
 from keepstep.session import staying
 from keepstep.session.staying import SIGNAL, Left, Staying
 
@@ -249,6 +249,27 @@ def test_who_has_lost_a_peer_waits_for_the_order(launcher: Launcher, wrapped: bo
 
     launcher.worker.run(train)
     assert (len(entries), launcher.heard) == (2, [LEFT])
+
+
+def test_who_lost_others_says_so_where_nobody_has_died(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staying, "_DEATHS_TOLD_S", 0.01)
+    entries: list[int] = []
+
+    def order(one: Launcher) -> None:
+        one.hear()
+        again(one)
+
+    def train() -> None:
+        entries.append(1)
+        if len(entries) == 1:
+            launcher.play(order)
+            raise RuntimeError("Connection closed by peer\n [127.0.0.1]:4711")
+
+    launcher.worker.run(train)
+    said = f"{LOST} RuntimeError: Connection closed by peer\\n [127.0.0.1]:4711"
+    assert (len(entries), launcher.heard) == (2, [said, LEFT])
 
 
 def test_what_held_the_training_is_let_go(launcher: Launcher) -> None:

@@ -71,6 +71,7 @@ class Workers:
         self._all_ended = asyncio.Event()
         self._interrupted: set[int] = set()  # failed ranks whose status is the launcher's signal
         self._falling: set[int] = set()  # local ranks that have failed and are not gone yet
+        self._lost: set[int] = set()  # local ranks that live and have failed, because they lost others
         self._leaving: set[int] = set()  # ranks that say that they end
         self._reasons: dict[int, str] = {}  # why keepstep killed a worker, by rank
         self.failures: list[Failure] = []  # in the order in which they were seen
@@ -172,6 +173,18 @@ class Workers:
             if plan.rank == rank:
                 self._falls(plan, lambda _: 1)
 
+    def lost(self, process: int, error: str) -> None:
+        """Count a worker as failed whose training has ended by an error that tells of others; it may survive."""
+        for plan in self._plans:
+            local_rank = plan.local_rank
+            child = self._children.get(local_rank)
+            if child is None or child.pid != process or not child.alive or self._asked:
+                continue
+            if local_rank not in self._falling | self._lost:
+                self._lost.add(local_rank)
+                failure = Failure(plan.rank, local_rank, process, 1, time.time(), error, error, None)
+                self._fail(failure, time.monotonic())
+
     def leaves(self, rank: int) -> None:
         """Note that a worker says that its program is over."""
         self._leaving.add(rank)
@@ -188,7 +201,7 @@ class Workers:
 
     def _falls(self, plan: WorkerPlan, status_of: Callable[[int], int | None]) -> None:
         child = self._children.get(plan.local_rank)
-        if child is None or not child.alive or self._asked or plan.local_rank in self._falling:
+        if child is None or not child.alive or self._asked or plan.local_rank in self._falling | self._lost:
             return
         status, now_s = status_of(child.pid), time.monotonic()
         if status:
@@ -262,7 +275,7 @@ class Workers:
         assert child.status is not None
         if child.status == 0:
             self._ended_well(plan, child)
-        elif plan.local_rank not in self._falling:
+        elif plan.local_rank not in self._falling | self._lost:
             failure = self._examine(plan, child.pid, child.status, child.ended_s)
             by_us = any(child.status in (-number, 128 + number) for number in self._asked)
             # A worker that was already ending with an error of its own has failed, whatever signal it was sent.
@@ -342,6 +355,7 @@ class Crew:
             imported=imported,
             raised=lambda rank: self.workers and self.workers.raised(rank),
             leaves=lambda rank: self.workers and self.workers.leaves(rank),
+            lost=lambda process, error: self.workers and self.workers.lost(process, error),
         )
 
     @property

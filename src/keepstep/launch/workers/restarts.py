@@ -35,15 +35,18 @@ class Restarts:
         recovered: Callable[[Recovery], None],
         raised: Callable[[int], object],
         leaves: Callable[[int], object] = lambda _: None,
+        lost: Callable[[int, str], object] = lambda _process, _error: None,
         imported: Callable[[Imports], object] = lambda _: None,
     ) -> None:
         """``recovered`` is called once all ranks train again after a restart, ``imported`` with what workers import.
 
         ``raised`` is called with a rank that says that it ends with an error, where a restart may follow; ``leaves``
-        with one that says that it ends.
+        with one that says that it ends, ``lost`` with a process whose training has ended, and its error: a restart may
+        follow, and it may survive.
         """
         self._job, job = run.job, run.job
         self._recovered, self._raised, self._leaves, self._imported = recovered, raised, leaves, imported
+        self._lost = lost
         self._have_told_imports = False
         self._milestones = Milestones(self._reached) if job.max_restarts else None
         environ = {name: value for name, value in environ.items() if name not in OURS}
@@ -55,7 +58,7 @@ class Restarts:
             run.warn(
                 "--in-place: every process is replaced at a restart, since --master-port gives all the same port"
             )
-        self.survivors = Survivors(run) if in_place else None
+        self.survivors = Survivors(run, self._has_lost) if in_place else None
         self._incarnation = 0
         self._plans: Sequence[WorkerPlan] = ()
         self._stepped: set[int] = set()  # ranks that have made a step in this incarnation
@@ -166,6 +169,10 @@ class Restarts:
         if not self._have_told_imports and (imports := self.standbys.imports) is not None:
             self._have_told_imports = True
             self._imported(imports)
+
+    def _has_lost(self, process: int, error: str) -> None:
+        if not self._is_last:
+            self._lost(process, error)
 
     def _reached(self, name: str, rank: int, incarnation: int, at_s: float, step: int) -> None:
         if incarnation != self._incarnation:

@@ -11,14 +11,14 @@ import json
 import secrets
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.local_socket import LocalServer
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.staying import ADDRESS, LEAVE, LEFT, MOST_BYTES, REFUSED, STAYS
+from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, MOST_BYTES, REFUSED, STAYS
 from keepstep.core.within import within
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.guard import signal_group
@@ -45,8 +45,11 @@ class _Survivor:
 class Survivors:
     """The survivors of one node."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self._run = run
+    def __init__(
+        self, run: LocalRun, lost: Callable[[int, str], object] = lambda _process, _error: None
+    ) -> None:
+        """``lost`` is called with a worker's process and error when its training has ended as it lost others."""
+        self._run, self._lost = run, lost
         self._connections: dict[int, socket.socket] = {}  # connections of workers that can leave, by process
         self._reasons: dict[int, str] = {}  # why a process cannot survive; "": it has only gone
         self._survivors: dict[int, _Survivor] = {}  # all survivors, by local rank
@@ -153,6 +156,9 @@ class Survivors:
         elif word == REFUSED and one is not None:
             self._run.warn(f"{one.name} begins anew in another process: {why}")
             self._kill(one)
+        elif word == LOST:
+            if pid in self._connections and one is None:
+                self._lost(pid, why)
         else:
             self._reasons[pid] = why if word == REFUSED else ""
             self._server.drop(connection)
