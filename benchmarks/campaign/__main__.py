@@ -36,7 +36,7 @@ from benchmarks.campaign.running import REPLAY, run_case, run_replay, skipped
 from benchmarks.campaign.seeds import NAME, convert, kept
 from benchmarks.campaign.stand_in import CASE as STAND_IN_CASE
 from benchmarks.campaign.stand_in import FRAMEWORKS_CASE, PORTS_CASE, STAND_IN_NCCL
-from benchmarks.campaign.stand_in_ports import missing
+from benchmarks.stand_in.ports import missing
 
 NAMES = (*CASES, REPLAY)
 AS_NCCL = "gloo-as-nccl"

@@ -220,14 +220,14 @@ def run_trial(plan: Plan, folder: Path) -> Outcome:
 
 
 def _run_on_stand_in(plan: Plan, device: StandIn, folder: Path) -> Outcome:
-    from benchmarks.campaign.stand_in_ports import Ports
     from benchmarks.stand_in.launch import PYTHON, VENV, environment, read_log
+    from benchmarks.stand_in.ports import PairPorts
 
     ranks = plan.nproc * device.nodes
-    ports: Ports | None = None
+    ports: PairPorts | None = None
     if device.with_ports:
         ends = device.faults[0].rank, device.faults[0].peer
-        ports = Ports(folder, device.nodes, ranks, ends)
+        ports = PairPorts(folder, device.nodes, ranks, ends)
 
     def start(command: list[str], env: dict[str, str], log: Any) -> list[subprocess.Popen[bytes]]:
         made = environment(

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -26,6 +26,7 @@ from typing import Any, Literal
 from benchmarks.stand_in.build import DRIVER, OPERATORS, build
 from benchmarks.stand_in.device import CONTROL_BYTES, Control, Progress
 from benchmarks.stand_in.faults import CARDS, VARIABLE, Fault, to_text, write_card
+from keepstep.core.own_address import ANYWHERE, address_towards
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("STAND_IN_VENV", ROOT / ".venv-cuda")).resolve()
@@ -60,12 +61,14 @@ class Done:
     """A job that is over."""
 
     exit_code: int | None
-    """None: stopped when its time was over."""
+    """The first that is not 0; None: stopped when its time was over."""
     console: str
     devices: list[DeviceLog]
     folder: Path
-    """Has ``run``, the run folder of keepstep, ``control``, ``devices``, and the console, or each rank's."""
+    """Has ``run``, the run folder of keepstep, ``control``, ``devices``, and the console, or each node's or rank's."""
     wall_s: float
+    exit_codes: tuple[int | None, ...] = ()
+    """Of each process that was started: one a node, or one a rank."""
 
 
 def environment(
@@ -168,7 +171,7 @@ class Job:
         raise TimeoutError(f"the job was not stuck: {self.progress()}\n{self.console()[-3000:]}")
 
     def console(self) -> str:
-        """Of the launcher, or of all ranks one after the other."""
+        """Of the launcher, or of all nodes or ranks one after the other."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("console*")))
 
     def finish(self, timeout_s: float) -> Done:
@@ -187,6 +190,7 @@ class Job:
             devices=[read_log(self.folder / "devices" / f"rank-{rank}") for rank in range(self.ranks)],
             folder=self.folder,
             wall_s=round(time.monotonic() - self._began, 2),
+            exit_codes=tuple(codes),
         )
 
 
@@ -196,6 +200,9 @@ def start(
     folder: Path,
     *,
     ranks: int,
+    nodes: int = 1,
+    spares: int = 0,
+    on_node: Callable[[int, Sequence[str]], Sequence[str]] = lambda node, words: words,
     watched: bool = True,
     flags: Sequence[str] = (),
     faults: Iterable[Fault] = (),
@@ -205,7 +212,11 @@ def start(
     nvml: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> Job:
-    """Start ``script`` on ``ranks`` ranks: under ``keepstep run`` with ``flags``, or its ranks as they are."""
+    """Start ``script`` on ``ranks`` ranks: under ``keepstep run`` with ``flags``, or its ranks as they are.
+
+    With several ``nodes``, or ``spares`` besides them, each node has a launcher of its own and is called ``node-0`` and
+    so on; ``on_node`` gives the words that start a command there.
+    """
     for rank in range(ranks):
         write_card(folder / "cards", rank)
     variables = environment(
@@ -214,9 +225,22 @@ def start(
     words = [str(PYTHON), str(script), *arguments]
     if watched:
         keepstep = [words[0], "-m", "keepstep.cli", "run", "--run-dir", str(folder / "run"), *flags]
-        started = [
-            _started([*keepstep, "--nproc-per-node", str(ranks), *words[1:]], variables, folder / "console")
-        ]
+        keepstep += ["--nproc-per-node", str(ranks // nodes)]
+        if nodes + spares == 1:
+            started = [_started([*keepstep, *words[1:]], variables, folder / "console")]
+        else:
+            keepstep += ["--nnodes", str(nodes), "--rdzv-id", "nodes"]
+            # Not a loopback one: at that no node gives states to others.
+            keepstep += ["--master-addr", address_towards(ANYWHERE)]
+            keepstep += ["--master-port", str(_free_port())]
+            started = [
+                _started(
+                    on_node(node, [*keepstep, "--node-rank", str(node), *words[1:]]),
+                    {**variables, "KEEPSTEP_NODE_NAME": f"node-{node}"},
+                    folder / f"console-{node:02d}",
+                )
+                for node in range(nodes + spares)
+            ]
     else:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
         started = [

@@ -158,6 +158,11 @@ class Cluster:
             self.node_of.clear()
             self._home.clear()
 
+    @property
+    def transfer_groups(self) -> dict[str, GroupInfo]:
+        """The groups that transfers are told of: process groups, and for what GPUs transfer their communicators."""
+        return {**self.groups, **self.communicators}
+
     def learn_groups(self, groups: Iterable[GroupInfo], rank: int = -1) -> None:
         """Keep groups that are not known yet, up to a bound; of several with one name the first is kept.
 

@@ -54,23 +54,28 @@ def waits_grown(evidence: Evidence, ranks: Sequence[int]) -> dict[int, float]:
     return grown
 
 
-def without_hidden_waits(evidence: Evidence, stages: Mapping[int, int]) -> IterationTable:
+def without_hidden_waits(
+    evidence: Evidence, stages: Mapping[int, int], healthy: Mapping[int, float] | None = None
+) -> IterationTable:
     """The iterations in ``after``, own times without what ranks waited in collectives while their streams were empty.
 
-    For want of a time before, ranks are compared with each other. A rank has come to its collectives earlier than the
+    Ranks are compared with each other. A rank has come to its collectives earlier than the
     last of their members by the time for which it is longer in them: by the mean of a path's collectives, so that lags
     which one wait at the end makes good count once. Of that is left out for how much longer than its peers' its stream
-    was blocked, as that is not in its own time. No own time becomes shorter than the shortest of the peers, which are
-    the ranks of the same pipeline stage (``stages``, by rank).
+    was blocked, as that is not in its own time. No own time becomes shorter than that of the rank when it was
+    ``healthy`` (seconds by rank), or for want of that than the shortest of the peers, which are the ranks of the same
+    pipeline stage (``stages``, by rank).
     """
     table = table_of(evidence.after)
     own_s = np.array(table.column("self_s"), np.float64)
     if not len(table):
         return table
-    stage = [stages.get(rank, -1) for rank in table.column("rank").tolist()]
-    peers = _coded(table.column("step"), np.array(stage))
+    ranks = table.column("rank").tolist()
+    peers = _coded(table.column("step"), np.array([stages.get(rank, -1) for rank in ranks]))
     shortest_s, blocked_s = _least(peers, own_s), np.array(table.column("blocked_s"), np.float64)
     hidden_s = np.maximum(_early_by(table, evidence) - (blocked_s - _least(peers, blocked_s)), 0.0)
+    known_s = np.array([(healthy or {}).get(rank, np.nan) for rank in ranks])
+    shortest_s = np.where(np.isnan(known_s), shortest_s, known_s)
     explains = (hidden_s >= _LEAST_HIDDEN * (own_s - shortest_s)) & (table.column("ahead_s") >= 0)
     rows: Any = np.array(table.rows)
     rows["self_s"] = np.where(explains, np.maximum(own_s - hidden_s, shortest_s), own_s)

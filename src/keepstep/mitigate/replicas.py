@@ -55,6 +55,9 @@ def measure(
     A rank spends its own time, less its optimizer step, on its micro-batches. A replica is as fast as its slowest rank
     (the slowest stage of a pipeline). What else it takes before it waits for other replicas (filling the pipeline,
     waits among its stages) does not depend on its share.
+
+    On a GPU a transfer may overlap with computing: what is waited for in all is then known, and of transfers only their
+    length. Not all iterations tell transfers, and the optimizer's time is not known apart from the micro-batches'.
     """
     if not len(rows):
         return None
@@ -66,9 +69,12 @@ def measure(
     across = np.array([_is_across(groups.get(name), replica_of) for name in table.names])
     which, streams = table.flat()
     waits = np.where(across[streams["group"]], streams["blocked_s"], 0.0)
-    durations = table.column("duration_s")
+    durations, ranks = table.column("duration_s"), table.column("rank")
     waited = np.bincount(which, weights=waits, minlength=len(table))
-    active = medians_of(table.column("rank"), durations - waited)
+    on_device, is_told = table.column("ahead_s") >= 0, table.column("streams") > 0
+    waited = np.where(on_device, np.minimum(waited, durations - table.column("self_s")), waited)
+    known = is_told | ~on_device
+    active = medians_of(ranks[known], (durations - waited)[known])
     first = next(iter(splits.values()))
     count = first.replicas
     shares, seconds, fixed = [0] * count, [0.0] * count, [0.0] * count
@@ -77,7 +83,7 @@ def measure(
         place = split.replica
         shares[place] = split.share
         seconds[place] = max(seconds[place], each[rank])
-        until[place] = max(until[place], active[rank], own[rank])
+        until[place] = max(until[place], active.get(rank, 0.0), own[rank])
     if not fits(shares, first.count, count, first.multiple_of, first.at_most):
         return None
     for place in range(count):
@@ -87,8 +93,14 @@ def measure(
 
 
 def rank_seconds(rows: Sequence[IterationSummary], splits: Mapping[int, Split]) -> dict[int, float]:
-    """Seconds for a micro-batch by rank: its own time, less its optimizer step, over its share."""
-    own, optimizer = medians(rows, "self_s"), medians(rows, "optimizer_s")
+    """Seconds for a micro-batch by rank: its own time, less its optimizer step, over its share.
+
+    Where own times are a GPU's, the optimizer's is the host's, which says nothing of them, and nothing is left out.
+    """
+    table = table_of(rows)
+    own = medians(table, "self_s")
+    on_host = np.where(table.column("ahead_s") < 0, table.column("optimizer_s"), 0.0)
+    optimizer = medians_of(table.column("rank"), on_host)
     return {
         rank: max((own[rank] - optimizer[rank]) / split.share, _LEAST_S)
         for rank, split in splits.items()

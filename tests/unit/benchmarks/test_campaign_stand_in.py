@@ -24,9 +24,9 @@ from benchmarks.campaign.stand_in_draw import (
     draw_frameworks,
     draw_with_ports,
 )
-from benchmarks.campaign.stand_in_ports import Ports, missing
 from benchmarks.campaign.trial import Outcome, Plan
 from benchmarks.stand_in.device import CONTROL_BYTES, Control
+from benchmarks.stand_in.ports import PairPorts, missing
 
 SEEDS = range(200)
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "campaign"
@@ -190,7 +190,7 @@ def vars_of(drawn: Drawn) -> dict[str, Any]:
 
 def test_counters_grow_and_those_of_the_pair_count_losses_while_the_fault_is_on(tmp_path: Path) -> None:
     (tmp_path / "control").write_bytes(bytes(CONTROL_BYTES))
-    ports = Ports(tmp_path, nodes=2, ranks=4, pair=(1, 3))
+    ports = PairPorts(tmp_path, nodes=2, ranks=4, pair=(1, 3))
     control = Control(tmp_path / "control")
 
     def losses() -> list[int]:

@@ -32,9 +32,10 @@ def own_times(
     rows: Sequence[IterationSummary],
     groups: dict[str, tuple[int, ...]] = PAIRS,
     stages: dict[int, int] | None = None,
+    healthy: dict[int, float] | None = None,
 ) -> list[Any]:
     known = {name: GroupInfo(name, members, "nccl") for name, members in groups.items()}
-    found = without_hidden_waits(Evidence(known, {}, after=rows), stages or {})
+    found = without_hidden_waits(Evidence(known, {}, after=rows), stages or {}, healthy)
     return [pytest.approx(one.self_s, abs=1e-6) for one in found]
 
 
@@ -52,10 +53,13 @@ def test_what_a_rank_waited_hidden_is_not_its_own_time() -> None:
     assert own_times(job()) == [0.3, 0.3, 0.4, 1.2]
 
 
-def test_no_own_time_becomes_shorter_than_that_of_the_fastest_peer() -> None:
+def test_no_own_time_becomes_shorter_than_it_was_before_or_than_that_of_the_fastest_peer() -> None:
     rows = [*job()[:2], iteration(2, 1.0, 0.0, [("nccl-b", 0.9, 1)]), job()[3]]
     assert own_times(rows) == [0.3, 0.3, 0.3, 1.2]
-    assert own_times(rows, stages={0: 0, 1: 0, 2: 1, 3: 1}) == [0.3, 0.3, 1.0, 1.2]
+    stages = {0: 0, 1: 0, 2: 1, 3: 1}
+    assert own_times(rows, stages=stages) == [0.3, 0.3, 1.0, 1.2]
+    assert own_times(rows, stages=stages, healthy={2: 0.25, 3: 0.25}) == [0.3, 0.3, 0.25, 1.2]
+    assert own_times(rows, stages=stages, healthy={2: 0.35}) == [0.3, 0.3, 0.35, 1.2]
 
 
 def test_where_the_hosts_times_count_they_stay_as_they_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -82,3 +83,36 @@ def test_without_its_groups_a_rank_waits_for_nobody_else() -> None:
     replicas = measure(rows, splits, {})
     assert replicas is not None
     assert replicas.seconds == pytest.approx((0.02, 0.04), rel=1e-5)
+
+
+def on_device(rows: list[IterationSummary], *, told: bool) -> list[IterationSummary]:
+    """The same on a GPU: transfers overlap with computing, the optimizer's time is the host's."""
+    return [
+        replace(
+            row,
+            ahead_s=0.1,
+            optimizer_s=10 * OPTIMIZER_S,
+            streams=tuple(replace(one, blocked_s=one.blocked_s + 0.004) for one in row.streams)
+            if told and row.step % 2
+            else (),
+        )
+        for row in rows
+    ]
+
+
+def test_on_a_gpu_transfers_that_overlap_count_as_what_was_waited_at_most() -> None:
+    rows, splits, groups = pipelines([[0.02, 0.02], [0.02, 0.04]], (8, 8))
+    replicas = measure(on_device(rows, told=True), splits, groups)
+    assert replicas is not None
+    more_s = OPTIMIZER_S / 8
+    assert replicas.seconds == pytest.approx((0.02 + more_s, 0.04 + more_s), rel=1e-5)
+    assert replicas.fixed_s[1] == pytest.approx(0.04 - 0.004, rel=1e-4)
+    assert replicas.best() == [11, 5]
+
+
+def test_on_a_gpu_that_told_no_transfers_a_rank_does_what_it_was_seen_to_do() -> None:
+    rows, splits, groups = pipelines([[0.02, 0.02], [0.02, 0.04]], (8, 8))
+    replicas = measure(on_device(rows, told=False), splits, groups)
+    assert replicas is not None
+    assert replicas.fixed_s == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert replicas.best() == [11, 5]

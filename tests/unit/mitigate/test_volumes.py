@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from keepstep.core.events import Op
@@ -43,3 +45,9 @@ def test_what_stays_on_a_node_or_is_not_known_is_left_out() -> None:
     rows = [row(0, 0, ("tp", Op.ALLREDUCE, -1, 1000), ("gone", Op.ALLREDUCE, -1, 9), ("all", Op.SEND, 99, 5))]
     assert volumes(rows, GROUPS, NODE_OF) == {}
     assert volumes([], GROUPS, NODE_OF) == {}
+
+
+def test_iterations_of_a_gpu_that_tell_of_no_transfers_do_not_count() -> None:
+    told = [row(0, 0, ("dp", Op.ALLREDUCE, -1, 1000)), row(2, 1, ("dp", Op.ALLREDUCE, -1, 1000))]
+    rows = [replace(one, ahead_s=0.1) for one in (*told, *(row(rank, 2) for rank in range(8)))]
+    assert volumes(rows, GROUPS, NODE_OF)[(0, 1)] == pytest.approx(750.0)

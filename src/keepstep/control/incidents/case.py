@@ -57,11 +57,11 @@ class Desk:
             clocks = self.locators.offsets(self.cluster.clock_samples())
         causes = self.cluster.causes(now_s)
         known.setdefault("findings", tuple(self.cluster.left.values()))
-        groups = self.cluster.groups
         if "states" in known:
-            groups = {SET_UP: GroupInfo(SET_UP, tuple(range(self.cluster.known_ranks))), **groups}
-        else:  # what GPUs transfer, they transfer in communicators
-            groups = {**groups, **self.cluster.communicators}
+            set_up = GroupInfo(SET_UP, tuple(range(self.cluster.known_ranks)))
+            groups = {SET_UP: set_up, **self.cluster.groups}
+        else:
+            groups = self.cluster.transfer_groups
         return Evidence(groups, self.cluster.node_of, clocks, causes=causes, **known)
 
 

@@ -45,9 +45,14 @@ class Locators:
         found = _locate().layout_of(self._with_layout(evidence))
         return found.stages if found.stage_count else None if found.groups_with("pp") else {}
 
-    def own_times(self, evidence: Evidence, stages: Mapping[int, int]) -> Sequence[IterationSummary]:
-        """The slow iterations without waits that own times hold. ``stages``: pipeline stages by rank."""
-        return _locate().without_hidden_waits(evidence, stages)
+    def own_times(
+        self, evidence: Evidence, stages: Mapping[int, int], healthy: Mapping[int, float] | None = None
+    ) -> Sequence[IterationSummary]:
+        """The slow iterations without waits that own times hold.
+
+        ``stages``: pipeline stages by rank. ``healthy``: own times in seconds that ranks have while nothing is slow.
+        """
+        return _locate().without_hidden_waits(evidence, stages, healthy)
 
     def sharpen(self, evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
         """The diagnosis of ``slow``, refined by what the blocks in the evidence tell."""

@@ -23,6 +23,7 @@ from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.slow_evidence import (
     IN_FORCE,
     LARGE_WORLD,
+    Healthy,
     LateCauses,
     is_block,
     job_pace_s,
@@ -31,6 +32,7 @@ from keepstep.control.incidents.slow_evidence import (
     middle_s,
     newest_pace_s,
     ratios_of,
+    silent_in_words,
     suspects_of,
     untreated_until,
     with_measured,
@@ -38,7 +40,6 @@ from keepstep.control.incidents.slow_evidence import (
 from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
-from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import IterationSummary, PathProbe
 from keepstep.core.validation import Validation
 from keepstep.report.validation import in_a_line
@@ -77,6 +78,7 @@ class SlowCase(Case):
         self._treated_steps, self._treated_lost_s = 0, 0.0  # steps with a remedy in force, and their cost
         self._probes: Sequence[PathProbe] = ()
         self.stages: Mapping[int, int] = {}  # pipeline stages by rank, once an early case has seen them
+        self.healthy: Healthy | None = None  # what was seen before the slowdown
         self._taken: list[Finding] = []  # what agents have found while peers were the measure
         self._slow: dict[int, int] = {}  # onset by slow rank
         self._relieved: set[int] = set()
@@ -360,7 +362,7 @@ class SlowCase(Case):
     def _decide(self, evidence: Evidence, unanswered: Sequence[str], now_s: float) -> None:
         desk, before, after = self._desk, evidence.before, evidence.after
         if self.incident is None:
-            self._told_cost_s = now_s
+            self._told_cost_s, self.healthy = now_s, Healthy.of(desk.locators, evidence)
         diagnosis = self._locate(evidence)
         if self.early:
             diagnosis = only_sure(diagnosis, after, self.stages)
@@ -376,9 +378,7 @@ class SlowCase(Case):
         firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
         if firmer and not self._cleared:
             return  # the earlier diagnosis is firmer: the newest steps may be healthy again in part
-        missing = diagnosis.missing
-        if unanswered:
-            missing = (*missing, f"profiles of {fold_nodes(unanswered)}: no answer from there in time")
+        missing = (*diagnosis.missing, *silent_in_words(unanswered))
         self._conclude(
             replace(diagnosis, evidence=(*self._proof, *diagnosis.evidence), missing=missing),
             now_s,

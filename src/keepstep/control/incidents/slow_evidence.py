@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from statistics import median
 
 from keepstep.control.cluster import Cluster
+from keepstep.control.incidents.locators import Locators
+from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Incident, Link
+from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import LASTING_CAUSES, BlockSummary, IterationSummary
 from keepstep.core.validation import Validation
 from keepstep.report.validation import of_device, of_link
@@ -19,6 +23,26 @@ _CAUSES_S = 2.0  # how often the causes that agents tell are looked at
 _PACE_NODES = 64  # nodes whose heartbeats tell the pace of the job
 IN_FORCE = "S2,"  # how the name of an action begins that may still be in force after a restart
 LARGE_WORLD = 4096  # in jobs with more ranks, less is asked for and looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Healthy:
+    """What was seen of the ranks before a slowdown, by rank: own times in seconds; pipeline stages, None: not known."""
+
+    own_s: Mapping[int, float]
+    stages: Mapping[int, int] | None
+
+    @classmethod
+    def of(cls, locators: Locators, evidence: Evidence) -> Healthy | None:
+        """What the iterations before the onset tell; None without any."""
+        if not len(evidence.before):
+            return None
+        from keepstep.core.iteration_table import medians
+
+        stages: Mapping[int, int] | None = None
+        with suppress(Exception):  # what agents send may be anything
+            stages = locators.stages(evidence)
+        return cls(medians(evidence.before, "self_s"), stages)
 
 
 def measured_culprits(
@@ -121,6 +145,11 @@ def lost_s(incident: Incident, until_step: int, treated_steps: int, treated_lost
         return None
     untreated = max(until_step - incident.onset_step - treated_steps, 0)
     return max(untreated * (after_s - before_s) + treated_lost_s, 0.0)
+
+
+def silent_in_words(nodes: Sequence[str]) -> tuple[str, ...]:
+    """What is missing of nodes whose agents did not answer."""
+    return (f"profiles of {fold_nodes(nodes)}: no answer from there in time",) if nodes else ()
 
 
 def newest_pace_s(cluster: Cluster) -> float | None:

@@ -19,6 +19,7 @@ from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
     from keepstep.control.incidents.slow_case import SlowCase
+    from keepstep.control.incidents.slow_evidence import Healthy
     from keepstep.mitigate import Replicas
 
 _SLOW = 1.2  # a rank is slow that takes so many times as long as the median rank of its stage
@@ -81,6 +82,27 @@ class Devices:
                 slowest[replica] = max(slowest[replica], factor * self.stage_s[self.stages.get(rank, 0)])
         shares = equal_shares(first.count, first.replicas, first.multiple_of)
         return Replicas(tuple(shares), tuple(slowest), (0.0,) * first.replicas, self.besides_s)
+
+
+class HealthyRanks:
+    """What was seen of the ranks before a slowdown, with whatever shares they had then. ``stages``: None: not known."""
+
+    def __init__(self) -> None:
+        self.stages: Mapping[int, int] | None = None
+        self._each_s: Mapping[int, float] = {}
+
+    def learn(self, seen: Healthy, splits: Mapping[int, Split]) -> None:
+        """Take what was seen while ranks had these shares."""
+        self.stages = seen.stages
+        self._each_s = {rank: own_s / _share(rank, splits) for rank, own_s in seen.own_s.items()}
+
+    def own_s(self, splits: Mapping[int, Split]) -> dict[int, float]:
+        """The own times that ranks would have with these shares, in seconds."""
+        return {rank: each_s * _share(rank, splits) for rank, each_s in self._each_s.items()}
+
+
+def _share(rank: int, splits: Mapping[int, Split]) -> int:
+    return splits[rank].share if rank in splits else 1
 
 
 def stage_seconds(look: Look) -> dict[int, float]:

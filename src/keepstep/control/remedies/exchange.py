@@ -2,7 +2,8 @@
 
 The exchange makes a slow link carry little, or brings slow nodes together in few replicas and stages. What goes over
 which link, and how fast, agents read from the kernel's TCP counters. An idle link gives no speed reading, so agents
-occasionally send a test load, sized to take 0.1 s on the slow link.
+occasionally send a test load, sized to take 0.1 s on the slow link. Where the traffic is not TCP's, as with RDMA, the
+devices at its ends send to each other instead, while all ranks are held for a moment.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ from keepstep.control.remedies.device_speeds import Look
 from keepstep.control.remedies.moves import Move, culprits_of
 from keepstep.core.errors import UsageError
 from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.core.validation import Validation
+from keepstep.validate.judge import SLOW_SHARE, link_speeds, link_transports
 from keepstep.wire.messages import MOST_LOAD_BYTES
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ _OTHERS = 3  # pairs of nodes that the link is compared with
 _FAST = 2.0  # a link that takes at most this many times the fastest compared pair is fast again
 _TRIES = 3  # loads in a look: a busy host may delay one, but a slow link is not fast by chance
 _LOOKS = 2  # successive looks that must find the link fast
+_MOST_EVERY_S = 3600.0  # time between tests on devices in the end, as each one holds the job
 # Nodes keep their new places for so long, twice as long each time that the link turns slow again.
 _HOLD_S, _MOST_HOLD_S = 10.0, 1280.0
 
@@ -90,7 +95,7 @@ class _Done:
 
     swaps: tuple[tuple[int, int], ...]
     link: tuple[str, str] | None
-    load_bytes: int  # size of a test load; 0: the link cannot be tested
+    load_bytes: int  # size of a test load; 0: the link is tested between devices
     hold_until_s: float
     every_s: float = _LOAD_EVERY_S
     next_s: float = 0.0
@@ -162,7 +167,8 @@ class Relocation(Move):
         from keepstep.mitigate import Remedy, best_exchange
 
         ranks = self._rank_of()
-        paths = paths_of(look.traffic, ranks)
+        of_devices = [one for one in look.traffic if one.over == "NCCL"]
+        paths = paths_of(of_devices or look.traffic, ranks)
         one, other = sorted(ranks[name] for name in link)
         cost, healthy = paths.costs.get((one, other), 0.0), paths.healthy((one, other))
         carried = {pair: rate * look.iteration_s for pair, rate in paths.rates.items()}
@@ -175,7 +181,7 @@ class Relocation(Move):
             carried = look.volumes
             healthy = max(look.iteration_s - look.healthy_s, 0.0) / (volume * (times - 1))
             cost = healthy * times
-        elif cost > 0:
+        elif cost > 0 and not of_devices:
             load_bytes = min(max(round(_LOAD_S / cost), _LEAST_LOAD_BYTES), MOST_LOAD_BYTES)
         if healthy <= 0 or cost < _SLOW * healthy:
             return None
@@ -203,7 +209,8 @@ class Relocation(Move):
             exchange, link, load_bytes = self._found
             hold_s = self._holds.get(link, _HOLD_S)
             self._holds[link] = min(2 * hold_s, _MOST_HOLD_S)
-            self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s))
+            first_s = 0.0 if load_bytes else now_s + hold_s
+            self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s, next_s=first_s))
         self.back, self._found, self._question = 0, None, None
 
     def take_back(self, now_s: float) -> tuple[str, str] | None:
@@ -242,7 +249,10 @@ class Relocation(Move):
         if left is None or self._question is not None or self.is_ordered or now_s < left.next_s:
             return
         assert left.link is not None
-        if not left.load_bytes or not set(left.link) <= self._rank_of().keys():
+        if not set(left.link) <= self._rank_of().keys():
+            return
+        if not left.load_bytes:
+            self._test_devices(left, left.link, now_s)
             return
         left.next_s = now_s + left.every_s
         left.every_s = min(1.5 * left.every_s, _SELDOM_S)
@@ -271,6 +281,31 @@ class Relocation(Move):
                 return
         assert last.link is not None
         self._question = self._desk.agents.ask_probes([last.link], now_s, last.load_bytes)
+
+    def _test_devices(self, left: _Done, link: tuple[str, str], now_s: float) -> None:
+        """Have devices at the link's ends send to each other, and others to compare with, while all ranks are held."""
+        ranks = {node.name: node.ranks for node in self._desk.cluster.nodes.values()}
+        if not all(ranks[name] for name in ranks):
+            return  # they have not told yet which they are
+        groups = [(min(ranks[one]), min(ranks[other])) for one, other in (link, *self._others(link))]
+        tell = partial(self._tested, left, groups[0])
+        if self._desk.validations.begin(groups, tell, lambda: self.is_ordered, now_s):
+            left.next_s = now_s + left.every_s
+            left.every_s = min(2 * left.every_s, _MOST_EVERY_S)
+
+    def _tested(
+        self, left: _Done, ends: _Pair, outcome: Validation | None, refused: str, now_s: float
+    ) -> None:
+        """Take what the test has measured: the link is fast if it is about as fast as the others, both ways."""
+        figures = outcome.figures if outcome is not None else ()
+        ways = link_transports(figures)
+        speeds = {pair: speed for pair, speed in link_speeds(figures).items() if ways[pair] == "nccl"}
+        own = [speeds.get(pair, 0.0) for pair in (ends, (ends[1], ends[0]))]
+        others = [speed for pair, speed in speeds.items() if set(pair) != set(ends)]
+        left.fast = left.fast + 1 if others and min(own) >= SLOW_SHARE * median(others) else 0
+        if left.fast == 1:
+            left.every_s = _LOAD_EVERY_S
+            left.next_s = min(left.next_s, now_s + left.every_s)
 
     def _stands(self, one: _Done) -> bool:
         """Whether the job still has all nodes of an exchange, and both ends of its link."""

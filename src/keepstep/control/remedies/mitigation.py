@@ -17,7 +17,7 @@ from keepstep.control.incidents.locators import NO_WAITS
 from keepstep.control.incidents.open_cases import OpenCases
 from keepstep.control.incidents.slow_case import SlowCase
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.remedies.device_speeds import Devices, Look, SlowRanks, evidence_of
+from keepstep.control.remedies.device_speeds import Devices, HealthyRanks, Look, SlowRanks, evidence_of
 from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
@@ -70,7 +70,7 @@ class Mitigation:
         self._even_looks = self._unfit_looks = 0
         self._cases: Sequence[SlowCase] = ()
         self._undecided = False  # a slowdown has no verdict yet
-        self._slow_ranks, self._check_ups = SlowRanks(), 0
+        self._slow_ranks, self._check_ups, self._healthy = SlowRanks(), 0, HealthyRanks()
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
         self._moved: Moved | None = None  # a move that was ordered, until its effect is measured
@@ -85,7 +85,8 @@ class Mitigation:
         self._next_s = now_s + _SETTLE_S
         self.shares.begin_again()
         self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
-        self._slow_ranks, self._check_ups = SlowRanks(), _CHECK_UPS if self._formed_step >= 0 else 0
+        self._slow_ranks, self._healthy = SlowRanks(), HealthyRanks()
+        self._check_ups = _CHECK_UPS if self._formed_step >= 0 else 0
         self.question, self._expected, self._counted_step = None, None, None
         self._even_looks = self._unfit_looks = 0
 
@@ -159,30 +160,38 @@ class Mitigation:
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         import numpy as np
 
-        from keepstep.core.iteration_table import between, column  # as the controller starts without numpy
+        from keepstep.core.iteration_table import (  # as the controller starts without numpy
+            between,
+            column,
+            table_of,
+        )
         from keepstep.mitigate import measure, rank_seconds, volumes
 
+        cluster, locators = self._desk.cluster, self._desk.locators
         rows = between(rows, max(self._first_step(), self._looked_step - _MOST_STEPS + 1), 1 << 30)
         if not len(rows):
             return
-        evidence = Evidence(self._desk.cluster.groups, self._desk.cluster.node_of, after=rows)
-        if not self._desk.locators.waits_recorded(evidence):
+        rows = table_of(rows).with_ranks_of_the_job(cluster.communicators)
+        groups = cluster.transfer_groups
+        evidence = Evidence(groups, cluster.node_of, after=rows)
+        if not locators.waits_recorded(evidence):
             self._leave_out(NO_WAITS)
             return
+        seen = next((one.healthy for one in self._cases if one.healthy is not None), None)
+        if seen is not None and not self.shares.in_force:
+            self._healthy.learn(seen, self.shares.splits)
+        stages = self._healthy.stages or locators.stages(evidence)
+        rows = locators.own_times(evidence, stages or {}, self._healthy.own_s(self.shares.splits))
         iteration_s = float(np.median(column(rows, "duration_s")))
-        replicas = (
-            None if self.shares.missing() else measure(rows, self.shares.splits, self._desk.cluster.groups)
-        )
+        replicas = None if self.shares.missing() else measure(rows, self.shares.splits, groups)
         if self._moved is not None and not self._awaits_shares(self._moved, replicas):
             self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.shares.in_force:
             look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self.shares.splits)
             if self._relocation.blames_link(self._cases):
-                nodes = self._desk.cluster.nodes.items()
-                node_of = {rank: number for number, node in nodes for rank in node.ranks}
-                look = replace(look, volumes=volumes(rows, self._desk.cluster.groups, node_of))
+                node_of = {rank: number for number, node in cluster.nodes.items() for rank in node.ranks}
+                look = replace(look, volumes=volumes(rows, groups, node_of))
             if replicas is not None:
-                stages = self._desk.locators.stages(evidence)
                 look = replace(look, seconds=rank_seconds(rows, self.shares.splits), stages=stages)
             self._decide(look, now_s)
 

@@ -14,7 +14,7 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
 from keepstep.core.microbatch_shares import Split
-from keepstep.core.summary import IterationSummary
+from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.wire.messages import Heartbeat, Profile, RankBeat, Shares, Splits
 
 HEALTHY_S, SLOW_S = 0.2, 1.0
@@ -24,7 +24,8 @@ RUNNING: Any = SimpleNamespace(standstill=lambda: "", slow=[])
 class Case:
     """A slowdown from step 50 on, and what was noted in it."""
 
-    treated = False
+    treated = is_cured = False
+    healthy = None
 
     def __init__(self, culprit: Culprit) -> None:
         self.incident: Any = SimpleNamespace(
@@ -38,6 +39,9 @@ class Case:
 
     def treated_for(self, *_: Any) -> None:
         pass
+
+    def cured(self, *_: Any) -> None:
+        self.is_cured = True
 
 
 class Desk(Office):
@@ -53,7 +57,11 @@ class Desk(Office):
         for rank, name in enumerate(NAMES):
             self.cluster.plays(self.cluster.node(rank, name), (rank,))
         self.recorded = True
-        self.locators = SimpleNamespace(stages=lambda *_: None, waits_recorded=lambda *_: self.recorded)
+        self.locators = SimpleNamespace(
+            stages=lambda *_: None,
+            waits_recorded=lambda *_: self.recorded,
+            own_times=lambda evidence, *_: evidence.after,
+        )
         self.spares, self.looks = spares, 0
 
     def ask_profiles(self, *_: Any) -> int:
@@ -86,11 +94,12 @@ class Job:
             self.mitigation.tick([] if self.closed else [self.case], self.now_s)  # type: ignore[list-item]
             if self.mitigation.question is not None:
                 rows = tuple(
-                    IterationSummary(rank, step, self.now_s, self.iteration_s, self.own_s(rank), 0.1)
-                    for rank in range(4)
-                    for step in range(self.step - 12, self.step + 1)
+                    self.row(rank, step) for rank in range(4) for step in range(self.step - 12, self.step + 1)
                 )
                 self.mitigation.profiles([Profile(1, 0, rows, (), traffic=tuple(TRAFFIC))], self.now_s)
+
+    def row(self, rank: int, step: int) -> IterationSummary:
+        return IterationSummary(rank, step, self.now_s, self.iteration_s, self.own_s(rank), 0.1)
 
     def own_s(self, rank: int) -> float:
         """Of an iteration, by which a rank delays others."""
@@ -138,6 +147,11 @@ class Divided(Job):
     def begin_equal(self) -> None:
         self._tell(0, (8, 8, 8, 8))
 
+    def turns(self, seconds: dict[str, float]) -> None:
+        """What a micro-batch takes from now on."""
+        self.seconds = seconds
+        self.iteration_s = max(self.own_s(rank) for rank in range(4)) + self.link_s
+
     def own_s(self, rank: int) -> float:
         return self.shares[rank] * self.seconds.get(self.desk.cluster.nodes[rank].name, 0.02)
 
@@ -147,10 +161,33 @@ class Divided(Job):
 
     def _tell(self, number: int, shares: tuple[int, ...]) -> None:
         self.shares = shares
-        self.iteration_s = max(self.own_s(rank) for rank in range(4)) + self.link_s
+        self.turns(self.seconds)
         for rank, share in enumerate(shares):
             split = Split(*(rank, self.incarnation, 32, rank, 4), number=number, step=self.step, share=share)
             self.mitigation.shares.told(self.desk.cluster.nodes[rank], Splits(rank, (split,)))
+
+
+class OnDevices(Divided):
+    """The same on NCCL: what ranks wait for is in a communicator, and few iterations tell of transfers.
+
+    The host's optimizer waits for the device, which is no time of the device's.
+    """
+
+    def begin_equal(self) -> None:
+        super().begin_equal()
+        self.desk.cluster.learn_groups([GroupInfo("0", (0, 1, 2, 3), "cuda:nccl")])
+        self.desk.cluster.learn_groups([GroupInfo("nccl-1", (0, 1, 2, 3), "nccl")])
+
+    def row(self, rank: int, step: int) -> IterationSummary:
+        own_s = self.own_s(rank)
+        waits_s = self.iteration_s - own_s
+        reduced = StreamSummary("nccl-1", 1, -1, 1, 8, 0, 0.0, 0.0, waits_s + 0.05, waits_s + 0.05, 0.0)
+        return IterationSummary(
+            *(rank, step, self.now_s, self.iteration_s, own_s, waits_s),
+            optimizer_s=0.9 * self.iteration_s,
+            ahead_s=0.3,
+            streams=(reduced,) if step % 4 == 0 else (),
+        )
 
 
 RANK = Culprit(rank=2, node="gpu-2", slowdown=5.0, confidence="high", cause="compute")
@@ -276,6 +313,18 @@ def test_what_shares_after_an_exchange_are_expected_to_do_reckons_without_the_sl
     assert saved_s > 0.3
     besides_s = 1.02 - 8 * 0.02  # of the middle replica, before
     assert shares.before_iteration_s == pytest.approx(8 * 0.04 + besides_s - saved_s)
+
+
+def test_on_devices_who_is_slow_gets_fewer_micro_batches_until_it_is_fast() -> None:
+    job = OnDevices(RANK, {"gpu-2": 0.04})
+    job.run(60, lambda: bool(job.orders))
+    assert [one.shares for one in job.orders] == [(10, 9, 4, 9)]
+    job.run(10)
+    job.turns({})
+    job.run(60)
+    assert [one.shares for one in job.orders[1:]] == [(8, 8, 8, 8)]
+    assert job.said == ["S2, micro-batches", "S2 is taken back"]
+    assert job.case.is_cured
 
 
 def test_shares_stay_equal_after_a_move_that_leaves_nobody_slow() -> None:

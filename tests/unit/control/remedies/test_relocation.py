@@ -14,6 +14,7 @@ from keepstep.control.remedies.moves import Look
 from keepstep.core.incident import Culprit, Link
 from keepstep.core.microbatch_shares import Split
 from keepstep.core.summary import PathProbe, PeerTraffic
+from keepstep.core.validation import LinkFigure, RankFigures, Validation
 from keepstep.mitigate import Replicas
 
 NAMES = ("gpu-0", "gpu-1", "gpu-2", "gpu-3")
@@ -52,6 +53,8 @@ class Office:
     )
     ordered: list[Any] = field(default_factory=list[Any])
     asked: list[tuple[list[tuple[str, str]], int]] = field(default_factory=list)
+    tests: list[tuple[list[tuple[int, int]], Any]] = field(default_factory=list)
+    is_busy: bool = False  # no validation can begin
 
     @property
     def agents(self) -> Office:
@@ -64,6 +67,14 @@ class Office:
     def ask_probes(self, pairs: Any, now_s: float, load_bytes: int = 0) -> int:
         self.asked.append((list(pairs), load_bytes))
         return len(self.asked)
+
+    @property
+    def validations(self) -> Office:
+        return self
+
+    def begin(self, groups: Any, tell: Any, is_closed: Any, now_s: float) -> bool:
+        self.tests.append((list(groups), tell))
+        return not self.is_busy
 
     def exchange(self, takers: Any, why: str, now_s: float) -> str:
         self.ordered.append((takers, why))
@@ -195,6 +206,68 @@ def test_nodes_go_back_when_the_link_is_fast_again() -> None:
     made.settled(40.0)
     assert made.take_back(1000.0) is None
     assert len(office.asked) == 6
+
+
+def over_rdma() -> tuple[Relocation, Office]:
+    """The exchange was done at 10 s; the kernel does not see the traffic."""
+    made, office = relocation()
+    seen = {(0, 2): 4e6, (1, 3): 4e6, (0, 1): 4e4, (2, 3): 4e4}
+    culprit = replace(SLOW, slowdown=8.0)
+    assert made.remedy(replace(look(case(culprit), traffic=[]), volumes=seen))
+    made.order(5.0)
+    assert made.begun_again()
+    made.settled(10.0)
+    return made, office
+
+
+def measured_links(link: float, others: float, *, over: Any = "nccl") -> Validation:
+    """Speeds of the link 0 ↔ 2 and of 1 ↔ 3, by the first ranks of these nodes."""
+    speeds = {(0, 4): link, (4, 0): link, (2, 6): others, (6, 2): others}
+    links = tuple(LinkFigure(*pair, "ring", 1, speed, over) for pair, speed in speeds.items() if speed)
+    return Validation((0, 2, 4, 6), (RankFigures(0, links=links),))
+
+
+def test_where_tcp_does_not_see_the_traffic_devices_tell_whether_the_link_is_fast() -> None:
+    made, office = over_rdma()
+    now_s = 10.0
+    at: list[float] = []
+    for link in (1e9, 1e9, 7.9e9, 9e9, 1e9, 9e9, 9.5e9):
+        looks = len(office.tests)
+        while len(office.tests) == looks:
+            now_s += 1.0
+            assert made.take_back(now_s) is None
+        groups, tell = office.tests[-1]
+        assert groups == [(0, 4), (2, 6)]
+        at.append(now_s)
+        tell(measured_links(link, 1e10), "", now_s)
+    told, refused = made.take_back(now_s) or ("", "nothing")
+    assert "the link gpu-0 ↔ gpu-2 is fast again" in told
+    assert refused == ""
+    assert not office.asked
+    waited_s = [round(later - earlier) for earlier, later in pairwise([10.0, *at])]
+    assert waited_s == [10, 10, 20, 40, 10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [None, measured_links(0.0, 1e10), measured_links(1e10, 0.0), measured_links(1e10, 1e10, over="tcp")],
+)
+def test_a_link_that_devices_have_not_shown_to_be_fast_is_not_gone_back_to(outcome: Any) -> None:
+    made, office = over_rdma()
+    for now_s in range(11, 40_000):
+        looks = len(office.tests)
+        assert made.take_back(float(now_s)) is None
+        if len(office.tests) > looks:
+            office.tests[-1][1](outcome, "" if outcome else "a rank cannot be held", float(now_s))
+    assert 12 < len(office.tests) < 24
+
+
+def test_whether_a_validation_can_begin_is_asked_until_it_can() -> None:
+    made, office = over_rdma()
+    office.is_busy = True
+    for now_s in (20.0, 20.1, 20.2):
+        assert made.take_back(now_s) is None
+    assert len(office.tests) == 3
 
 
 def test_whether_the_link_is_fast_is_known_by_the_time_nothing_is_slow() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from keepstep.control.remedies.device_speeds import SlowRanks
+from dataclasses import replace
+
+import pytest
+
+from keepstep.control.incidents.slow_evidence import Healthy
+from keepstep.control.remedies.device_speeds import HealthyRanks, SlowRanks
 from keepstep.control.remedies.moves import Look
 from keepstep.core.microbatch_shares import Split
 
@@ -59,3 +64,11 @@ def test_without_a_pipeline_all_ranks_are_one_stage() -> None:
     seconds = dict.fromkeys(range(REPLICAS), 0.01) | {2: 0.03}
     one = Look((), (), None, 0.1, 0.2, splits, seconds, None)
     assert named([one, one])[1] == [2]
+
+
+def test_what_ranks_took_before_grows_with_their_share() -> None:
+    ranks = HealthyRanks()
+    assert ranks.own_s(SPLITS) == {}
+    ranks.learn(Healthy({0: 0.08, 9: 0.3}, STAGES), {0: replace(SPLITS[0], share=8)})
+    assert ranks.stages == STAGES
+    assert ranks.own_s({0: replace(SPLITS[0], share=12)}) == pytest.approx({0: 0.12, 9: 0.3})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.stand_in.device import MOST_RANKS
@@ -33,12 +33,10 @@ def missing() -> str:
 
 
 class Ports:
-    """The trees of all nodes of one job, in ``folder``. Ranks lie on the nodes in order."""
+    """The trees of all nodes of one job, in ``folder``."""
 
-    def __init__(self, folder: Path, nodes: int, ranks: int, pair: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, nodes: int) -> None:
         self._trees = [folder / "sysfs" / f"node-{number}" for number in range(nodes)]
-        self._control, self._pair = folder / "control", pair
-        self._ends = {rank // (ranks // nodes) for rank in pair}
         self._words = self._losses = 0.0
         self._last_s: float | None = None
         for tree in self._trees:
@@ -51,18 +49,31 @@ class Ports:
         """The words that start a command on a node."""
         return ["unshare", "--mount", "sh", "-c", _IN_NAMESPACE, str(self._trees[node]), *words]
 
-    def advance(self, now_s: float) -> None:
-        """Let the counters grow until now; while the fault is on, the two nodes of the pair lose packets."""
+    def grow(self, now_s: float, ends: Collection[int], is_bad: bool) -> None:
+        """Let the counters grow until now; while it ``is_bad``, these nodes lose packets."""
         last_s, self._last_s = self._last_s, now_s
         if last_s is None:
             return
         self._words += _WORDS_A_SECOND * (now_s - last_s)
-        self._losses += _LOSSES_A_SECOND * (now_s - last_s) * self._is_bad()
+        self._losses += _LOSSES_A_SECOND * (now_s - last_s) * is_bad
         for number, tree in enumerate(self._trees):
             for name in _DATA:
                 _put(tree / _PORT / name, f"{self._words:.0f}\n")
-            for name in _LOSSES if number in self._ends else ():
+            for name in _LOSSES if number in ends else ():
                 _put(tree / _PORT / name, f"{self._losses:.0f}\n")
+
+
+class PairPorts(Ports):
+    """Those of a job of which a pair of ranks is slow or cut. Ranks lie on the nodes in order."""
+
+    def __init__(self, folder: Path, nodes: int, ranks: int, pair: tuple[int, int]) -> None:
+        super().__init__(folder, nodes)
+        self._control, self._pair = folder / "control", pair
+        self._ends = {rank // (ranks // nodes) for rank in pair}
+
+    def advance(self, now_s: float) -> None:
+        """Let the counters grow until now; while the fault is on, the two nodes of the pair lose packets."""
+        self.grow(now_s, self._ends, self._is_bad())
 
     def _is_bad(self) -> bool:
         """Whether the devices have come to the fault, by the file that they share."""
