@@ -41,7 +41,7 @@ _OTHERS = 3  # pairs of nodes that the link is compared with
 _FAST = 2.0  # a link that takes at most this many times the fastest compared pair is fast again
 _TRIES = 3  # loads in a look: a busy host may delay one, but a slow link is not fast by chance
 _LOOKS = 2  # successive looks that must find the link fast
-_MOST_EVERY_S = 3600.0  # time between tests on devices in the end, as each one holds the job
+_HELD_EVERY_S, _MOST_EVERY_S = 60.0, 3600.0  # the same for tests on devices, as each one holds the job
 # Nodes keep their new places for so long, twice as long each time that the link turns slow again.
 _HOLD_S, _MOST_HOLD_S = 10.0, 1280.0
 
@@ -209,8 +209,10 @@ class Relocation(Move):
             exchange, link, load_bytes = self._found
             hold_s = self._holds.get(link, _HOLD_S)
             self._holds[link] = min(2 * hold_s, _MOST_HOLD_S)
-            first_s = 0.0 if load_bytes else now_s + hold_s
-            self._done.append(_Done(exchange.swaps, link, load_bytes, now_s + hold_s, next_s=first_s))
+            done = _Done(exchange.swaps, link, load_bytes, now_s + hold_s)
+            if not load_bytes:
+                done.every_s, done.next_s = _HELD_EVERY_S, now_s + max(hold_s, _HELD_EVERY_S)
+            self._done.append(done)
         self.back, self._found, self._question = 0, None, None
 
     def take_back(self, now_s: float) -> tuple[str, str] | None:
