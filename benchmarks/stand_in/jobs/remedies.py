@@ -155,8 +155,8 @@ class Megatron:
     """A GPT of megatron-core. Ranks 0 and 1 are the first stage of the two pipelines, 2 and 3 the last."""
 
     def __init__(self, session: keepstep.Session) -> None:
-        from megatron.core import num_microbatches_calculator, parallel_state
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core import num_microbatches_calculator, parallel_state  # pyright: ignore[reportMissingImports]
+        from megatron.core.pipeline_parallel import get_forward_backward_func  # pyright: ignore[reportMissingImports]
 
         from keepstep.integrations.megatron import MicroBatches
 
