@@ -99,8 +99,8 @@ def noted_in(folder: Path, rank: int) -> Iterator[Noted]:
     path = folder / f"losses-{rank}"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole ones
     for line in lines:
-        step, loss, _, incarnation = line.split()
-        yield Noted(int(incarnation), int(step), loss)
+        step, loss, _, *incarnation = line.split()
+        yield Noted(int(incarnation[0]) if incarnation else 0, int(step), loss)
 
 
 def losses_of(folder: Path, ranks: int, incarnation: int | None = None) -> Losses:
