@@ -10,7 +10,8 @@ def lose_links(layout: str, *ranks: int) -> Drawn:
     return Drawn(layout, "one", 2, "lose-links", ranks, "backward", 4)
 
 
-@pytest.mark.long  # that ranks are a step apart is a moment that may not come on a busy machine
+# Ranks a step apart are a moment that may not come on a busy machine.
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_all_go_on_in_their_processes_with_a_step_that_all_hold(layout: str) -> None:
     with Running(layout, "one", 2, "kept") as job:

@@ -102,8 +102,8 @@ class FreedMemory:
 
     gpu: int  # its number on the node
     rank: int
-    held_bytes: int  # that the process had when the driver was last asked while it ran
-    free_bytes: int  # of the GPU, when the rank's successor could begin
+    held_bytes: int  # Bytes that the process had when the driver was last asked while it ran
+    free_bytes: int  # Bytes of the GPU that were free when the rank's successor could begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,8 @@ class Recovery:
     standbys: int  # how many ranks were taken over by warm standbys
     ranks: int
     survived: int = 0  # how many ranks' processes outlived the incarnation
-    gpu_memory: tuple[FreedMemory, ...] = ()  # of those that did not; empty where no driver tells
+    # GPU memory of the processes that did not survive; empty where no driver tells.
+    gpu_memory: tuple[FreedMemory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

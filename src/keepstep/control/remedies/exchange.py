@@ -41,7 +41,8 @@ _OTHERS = 3  # pairs of nodes that the link is compared with
 _FAST = 2.0  # a link that takes at most this many times the fastest compared pair is fast again
 _TRIES = 3  # loads in a look: a busy host may delay one, but a slow link is not fast by chance
 _LOOKS = 2  # successive looks that must find the link fast
-_HELD_EVERY_S, _MOST_EVERY_S = 60.0, 3600.0  # the same for tests on devices, as each one holds the job
+# Time between tests on devices, at first and in the end: each one holds the job.
+_HELD_EVERY_S, _MOST_EVERY_S = 60.0, 3600.0
 # Nodes keep their new places for so long, twice as long each time that the link turns slow again.
 _HOLD_S, _MOST_HOLD_S = 10.0, 1280.0
 

@@ -160,7 +160,8 @@ class Mitigation:
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         import numpy as np
 
-        from keepstep.core.iteration_table import (  # as the controller starts without numpy
+        # Imported here, as the controller starts without numpy.
+        from keepstep.core.iteration_table import (
             between,
             column,
             table_of,
