@@ -56,7 +56,7 @@ def view(run: Path) -> None:
 
 
 async def _shares(
-    run: Path, agents: int, seconds: float
+    run: Path, agents: int, every_s: int, seconds: float
 ) -> tuple[list[float], list[float], dict[str, float]]:
     """Percent of a core that the controller takes, without and with a viewer; and what the last viewer says."""
     key = wire.RunKey(wire.write_secret(run / "secret"))
@@ -110,7 +110,7 @@ def measure(agents: int, every_s: int, seconds: float, report: Report) -> None:
         os.chmod(folder, 0o700)
         alone, looked, told = wire.run(_shares(Path(folder), agents, every_s, seconds))
     more = median(looked) - median(alone)
-    shape = f"{agents} stand-in agents, {agents * RANKS} ranks that beat every {every_s} s, {_TURNS} turns of {seconds:g} s"
+    shape = f"{agents} stand-in agents, {agents * RANKS} ranks, heartbeats every {every_s} s, {_TURNS} turns"
     goal = f"at most {MOST_POINTS:g} points of a core" if agents >= AGENTS else None
     each = ", ".join(f"{one:.1f}" for one in looked)
     report.add(Line("controller, nobody looks", round(median(alone), 1), "% of a core", limit=shape))

@@ -134,7 +134,8 @@ class Checkpoints:
         held: list[frozenset[Key]] = []
         with suppress(CheckpointError):  # the cache has ended before the agent
             held = [self.states.held(rank) for rank in self._place.ranks]
-        sealed = max(frozenset.intersection(*held), default=None) if held else None
+        common = held[0].intersection(*held) if held else frozenset[Key]()
+        sealed = max(common, default=None)
         stored = max(self._persister.whole or (), default=None) if self._persister else None
         troubles = self._persister.troubles()[:MOST_NOTICES] if self._persister else []
         self.kept = KeptSteps(
