@@ -44,7 +44,7 @@ def rank_table(nodes: Iterable[tuple[int, Sequence[RankBeat]]]) -> RankTable:
         _column(beats, "watched", np.bool_),
     )
     sound = (rank >= 0) & (rank < _MOST_RANKS) & (step >= -1) & (step < _MOST_STEPS)
-    sound &= (abs(phase) < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
+    sound &= (phase >= -1) & (phase < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
     if sound.all() and (rank[1:] > rank[:-1]).all():
         return table
     chosen = np.flatnonzero(sound)
