@@ -147,7 +147,7 @@ def test_long_incidents_come_in_several_answers() -> None:
 
 
 def incident(number: int, kind: Any, **more: Any) -> Incident:
-    fields = {"culprits": (), "victims": (), "evidence": (), "missing": ()} | more
+    fields: dict[str, Any] = {"culprits": (), "victims": (), "evidence": (), "missing": ()} | more
     return Incident(number, kind, 3, 4, None, 1.5, **fields)
 
 
