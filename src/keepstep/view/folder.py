@@ -191,7 +191,7 @@ class FolderSource:
         now_s = self._times.monotonic()
         if now_s < self._next_status_s:
             return
-        began_s = time.process_time()
+        began_s = time.thread_time()
         file, rows = self._files["status.json"], self._files[RANKS_FILE]
         content = file.news()
         if content is None:
@@ -212,7 +212,7 @@ class FolderSource:
                 rows.is_unreadable(error)
         if ranks is not None:
             self._take_ranks(ranks)
-        self._next_status_s = now_s + pause_s(time.process_time() - began_s)
+        self._next_status_s = now_s + pause_s(time.thread_time() - began_s)
 
     def _take_told(self, told: Told) -> None:
         self._known.status = told.status
@@ -253,7 +253,7 @@ class FolderSource:
         status, shown = known.status, (known.status, self._nodes.version)
         if status is None or shown == self._shown or now_s < self._next_nodes_s:
             return
-        began_s = time.process_time()
+        began_s = time.thread_time()
         folders = self._nodes.nodes
         known.nodes = tuple(
             node_view(row, status, folder.checkpoints if (folder := folders.get(row.node_rank)) else None)
@@ -262,7 +262,7 @@ class FolderSource:
         if told is None:
             known.links = links_between(self._nodes.paths(), known.ranks)
         self._shown = shown
-        self._next_nodes_s = now_s + pause_s(time.process_time() - began_s)
+        self._next_nodes_s = now_s + pause_s(time.thread_time() - began_s)
 
     def _snapshot(self) -> RunSnapshot:
         known, about = self._known, self._known.about

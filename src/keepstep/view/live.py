@@ -62,11 +62,11 @@ class LiveSource:
             self._last, self._trouble = None, ""
             self._follower.close()
         elif now_s >= self._next_s:
-            began_s = time.process_time()
+            began_s = time.thread_time()
             try:
                 view = self._follower.ask()
                 self._last, self._trouble = Told(view, status_from(view.status)), ""
-                self._next_s = now_s + pause_s(time.process_time() - began_s)
+                self._next_s = now_s + pause_s(time.thread_time() - began_s)
             except (KeepstepError, msgspec.MsgspecError) as error:
                 self._last, self._next_s = None, now_s + _AGAIN_S
                 self._trouble = f"the folder's status is shown: {error}"
