@@ -73,7 +73,7 @@ class RowOrder:
 
     Attributes:
         ranks: by row.
-        peers: by row, the number of the rank's group of peers, from 0.
+        peers: by row, the number of the rank's group of peers, from 0 and never less than in the row before.
         counted: shape (groups, ranks), the ranks whose medians stand for the groups.
         is_plain: whether ranks are in the order of their numbers.
     """
@@ -152,7 +152,7 @@ class RowView:
         self.rows = -(-count // self.block)
         self.row_starts = np.minimum(first + self.block * np.arange(self.rows + 1, dtype=np.int64), last)
         self._ranks = order.ranks[first:last]
-        self._peers = order.peers[first:last]
+        self._peers = np.bincount(order.peers[first:last], minlength=len(order.counted))  # rows of each group
         self._here: Codes = np.zeros(count, np.int16)
         self._base: Codes = np.zeros(count, np.int16)
         self._base_of: Codes | None = None  # the usual times that are in it by row
@@ -172,7 +172,7 @@ class RowView:
         here = self._by_row(codes, self._here)
         if len(medians) == 1:
             return self._reduced(here, medians[0])
-        return self._reduced(here, medians.take(self._peers))
+        return self._reduced(here, np.repeat(medians, self._peers))
 
     def _by_row(self, values: Codes, out: Codes) -> Codes:
         """Values by rank as values by row; 0 for ranks that have none."""
