@@ -18,6 +18,7 @@ from keepstep.view.top_screen import Look, Piece, Screen, Style, screen
 
 _LEAST_PAUSE_S, _ENDED_PAUSE_S = 1.0, 10.0
 _MOST_SHARE = 0.03  # of a core that looking at the run may take
+_FIRST_SHARE = 0.5  # the same, until all that is there was read once
 _KEYS_MS = 250  # for so long a key is waited for, before it is looked whether there is news
 _SCROLLS = {
     ord("j"): 1, curses.KEY_DOWN: 1, ord("k"): -1, curses.KEY_UP: -1, ord("g"): -1_000_000, ord("G"): 1_000_000,
@@ -34,6 +35,8 @@ def run_top(source: RunSource, run: str) -> None:
     """
     locale.setlocale(locale.LC_ALL, "")
     os.environ.setdefault("ESCDELAY", "25")  # Esc alone would else be waited on for a second
+    for name in ("LINES", "COLUMNS"):  # ncurses would take these for the size, also when it has changed
+        os.environ.pop(name, None)
     watcher = _Watcher(source, run)
     with _restored_at_signals():
         watcher.thread.start()
@@ -59,6 +62,9 @@ class _Watcher:
                 began_s = time.thread_time()
                 self.newest = look_at(self._source, self._run)
                 cost_s = time.thread_time() - began_s
+                if not self._source.is_whole:  # what happened before is still read
+                    self._ended.wait(max(_LEAST_PAUSE_S / 5, cost_s / _FIRST_SHARE))
+                    continue
                 least_s = _ENDED_PAUSE_S if self.newest.snapshot.end is not None else _LEAST_PAUSE_S
                 self._ended.wait(max(least_s, cost_s / _MOST_SHARE))
         except BaseException as error:
