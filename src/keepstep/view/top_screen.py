@@ -197,9 +197,10 @@ def _pace(look: Look, width: int, ascii_only: bool) -> Iterator[Line]:
         return
     now = known[-1]
     parts = [seconds(now)]
-    if look.lost is not None and look.lost >= 0.005:
+    goes_on = look.snapshot.end is None
+    if goes_on and look.lost is not None and look.lost >= 0.005:
         parts.append(f"{look.lost:.0%} lost")
-    if look.waiting is not None:
+    if goes_on and look.waiting is not None:
         parts.append(f"{look.waiting:.0%} waiting")
     told = ", ".join(parts) + " "
     room = max(width - _LABEL - len(told), 8)
