@@ -283,24 +283,25 @@ class SampleStore:
 
     def usual_s(self) -> Floats:
         """The usual own time of each rank, in seconds."""
-        return decoded(_of_ranks(self._usual, np.arange(self._ranks, dtype=np.int32)))
+        return decoded(_of_ranks(self._usual, np.arange(self._ranks, dtype=np.intp)))
 
     def series(self) -> JobSeries:
         """The job's figures by column."""
         columns = [self._columns.get(number) for number in range(self._low, self._low + len(self))]
-        sums = np.array(
-            [(c.count, c.iteration_s, c.rank_s, c.own_s) if c else (0, 0.0, 0.0, 0.0) for c in columns]
-        ).reshape(-1, 4)
-        count, iteration, rank, own = sums.T
+
+        def of(name: str) -> npt.NDArray[np.float64]:
+            return np.array([getattr(one, name) if one is not None else 0.0 for one in columns], np.float64)
+
+        count, start = of("count"), of("start_unix_s")
         with np.errstate(invalid="ignore", divide="ignore"):
-            iteration_s = iteration / count
-            waiting = np.clip(1 - own / rank, 0.0, 1.0)
+            iteration_s = of("iteration_s") / count
+            waiting = np.minimum(np.maximum(1 - of("own_s") / of("rank_s"), 0.0), 1.0)
             known = np.sort(iteration_s[count > 0])
-            usual_s = known[(len(known) - 1) // 4] if len(known) else np.nan
+            usual_s = float(known[(len(known) - 1) // 4]) if len(known) else math.nan
             lost = np.maximum(1 - usual_s / iteration_s, 0.0)
-        incarnations = np.array([c.incarnation if c else 0 for c in columns], np.int64)
-        starts = np.array([c.start_unix_s if c and c.start_unix_s < math.inf else math.nan for c in columns])
-        return JobSeries(self.first_steps, self.stride, iteration_s, waiting, lost, incarnations, starts)
+        start[(count == 0) | np.isinf(start)] = math.nan
+        incarnations = of("incarnation").astype(np.int64)
+        return JobSeries(self.first_steps, self.stride, iteration_s, waiting, lost, incarnations, start)
 
     def _fill(
         self,
@@ -440,7 +441,7 @@ class SampleStore:
             for place in range(0, len(numbers), together)
         ]
         return Tile(
-            np.ascontiguousarray(colours.T),
+            np.ascontiguousarray(np.transpose(colours)),
             drawn.view.row_starts,
             columns,
             self.stride * np.array(firsts, np.int64),
@@ -490,7 +491,7 @@ def _within(span: tuple[int, int] | None, count: int) -> tuple[int, int]:
     return first, min(max(last, first), count)
 
 
-def _of_ranks(codes: Codes, ranks: npt.NDArray[np.int32]) -> Codes:
+def _of_ranks(codes: Codes, ranks: npt.NDArray[np.intp]) -> Codes:
     """The codes of some ranks; 0 of those that have none."""
     if not len(codes):
         return np.zeros(len(ranks), np.int16)

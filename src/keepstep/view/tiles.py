@@ -44,7 +44,7 @@ def encoded(seconds: npt.NDArray[np.floating]) -> Codes:
     """Codes of own times. 0 for what is no time: not above 0, or no number."""
     is_time = seconds > 0
     octaves = np.log2(np.where(is_time, seconds, 1.0) / np.float32(_LEAST_S))
-    codes = np.clip(np.rint(octaves * OCTAVE) + LEAST, LEAST, MOST)
+    codes = np.minimum(np.maximum(np.rint(octaves * OCTAVE) + LEAST, LEAST), MOST)
     return np.where(is_time, codes, 0).astype(np.int16)
 
 
@@ -62,7 +62,8 @@ def ratios(colours: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 def colours_of(differences: Codes) -> npt.NDArray[np.uint8]:
     """Codes of colours of differences between the codes of two times; 0 where there was no sample."""
-    colours = np.clip((differences + np.int16(8)) >> _SHIFT, 1 - AS_USUAL, AS_USUAL - 1) + AS_USUAL
+    levels = (differences + np.int16(8)) >> _SHIFT
+    colours = np.minimum(np.maximum(levels, np.int16(1 - AS_USUAL)), np.int16(AS_USUAL - 1)) + AS_USUAL
     return np.where(differences > _NO_SAMPLE, colours, 0).astype(np.uint8)
 
 
@@ -94,18 +95,19 @@ def row_order(world_size: int, layout: ParallelLayout | None = None) -> RowOrder
     """
     plain = np.arange(world_size, dtype=np.intp)
     if layout is None or layout.world_size != world_size:
-        return RowOrder(plain, np.zeros(world_size, np.intp), _counted(plain[None]), True)
+        return RowOrder(plain, np.zeros(world_size, np.intp), _counted(plain, 1), True)
     at = layout.all_coordinates()
     rows = np.lexsort([at[name] for name in ("tp", "cp", "ep", "dp", "pp")]).astype(np.intp)
     peers = at["pp"][rows].astype(np.intp)
-    return RowOrder(rows, peers, _counted(rows.reshape(layout.pp, -1)), bool((rows == plain).all()))
+    return RowOrder(rows, peers, _counted(rows, layout.pp), bool((rows == plain).all()))
 
 
-def _counted(groups: Ranks) -> Ranks:
-    """Some members of each group, evenly spaced."""
-    size = groups.shape[1]
-    count = min(size, max(_MOST_COUNTED // len(groups), _LEAST_COUNTED))
-    return groups[:, np.linspace(0, size - 1, count).astype(np.intp)] if size else groups
+def _counted(ranks: Ranks, groups: int) -> Ranks:
+    """Some members of each group, evenly spaced; ``ranks``: one group after the other, all of one size."""
+    size = len(ranks) // groups
+    count = min(size, max(_MOST_COUNTED // groups, _LEAST_COUNTED))
+    places = np.linspace(0, max(size - 1, 0), count).astype(np.intp)
+    return ranks[size * np.arange(groups, dtype=np.intp)[:, None] + places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +193,10 @@ class RowView:
     def _reduced(self, here: Codes, base: Codes | np.int16) -> npt.NDArray[np.uint8]:
         differences = self._padded[: len(here)]
         np.subtract(here, base, out=differences)
-        blocks = self._padded.reshape(self.rows, self.block)
+        blocks: Codes = np.reshape(self._padded, (self.rows, self.block))
         if self.block > 16:
             return colours_of(blocks.max(axis=1))
-        slowest = blocks[:, 0].copy()
+        slowest: Codes = np.array(blocks[:, 0])
         for place in range(1, self.block):  # faster than many short rows
             np.maximum(slowest, blocks[:, place], out=slowest)
         return colours_of(slowest)
@@ -203,13 +205,14 @@ class RowView:
 def medians_of(codes: Codes, order: RowOrder) -> Codes:
     """The lower median of each group of peers, of those with a sample; of all groups where one has none."""
     ranks = order.counted
-    found = codes.take(ranks, mode="clip") if len(codes) else np.zeros(ranks.shape, np.int16)
+    found: Codes = np.take(codes, ranks, mode="clip") if len(codes) else np.zeros(ranks.shape, np.int16)
     if len(codes) < len(order):
         found[ranks >= len(codes)] = 0
     found.sort(axis=1)  # those without a sample first
     count = np.count_nonzero(found, axis=1)
-    place = found.shape[1] - count + np.maximum(count - 1, 0) // 2
-    medians = found[np.arange(len(found)), np.minimum(place, found.shape[1] - 1)]
+    width = len(found[0])
+    place = width - count + np.maximum(count - 1, 0) // 2
+    medians = found[np.arange(len(found)), np.minimum(place, width - 1)]
     every = np.sort(medians[count > 0])
     return np.where(count > 0, medians, every[(len(every) - 1) // 2] if len(every) else LEAST).astype(
         np.int16
