@@ -48,6 +48,7 @@ def test_paths_are_told_every_ten_seconds_and_written(tmp_path: Path) -> None:
 
 def test_kept_steps_are_told_when_they_change(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
+    assert agent.beats(0.0).kept == KeptSteps()  # what an earlier agent has told may not hold any more
     assert agent.beats(1.0).kept is None
     agent.kept = KeptSteps(7, 5)
     assert agent.beats(2.0).kept == KeptSteps(7, 5)
