@@ -59,6 +59,8 @@ class Status(msgspec.Struct, frozen=True):
     # nodes that an operator has drained, which the scheduler is to give to nobody
     drained: tuple[Drained, ...] = ()
     most_nodes: int = 0  # nodes that the job may have; it has fewer after it has lost some
+    unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
+    thresholds: dict[str, str] = {}  # those that an operator has changed, by name
 
 
 def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
@@ -108,6 +110,8 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         round(max(now_s - controller.states.since_s, 0.0), 3),
         tuple(controller.operator_orders.drained),
         controller.rendezvous.most,
+        controller.running.standing.off_since_unix_s,
+        dict(controller.running.standing.settings.orders),
     )
 
 

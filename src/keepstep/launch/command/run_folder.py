@@ -30,12 +30,14 @@ _CONTENT = (
     "status.json",
     "placement.json",
     "stop.json",
+    "standing.json",
     *(f"council-{term}{end}" for term in range(1, 100) for end in (".json", ".stop.json")),
     "end.json",
     "controller.log",
     "incidents",
     "nodes",
     "rings",
+    "traces",
     "logs",
 )
 
