@@ -261,16 +261,20 @@ def _in_the_way() -> str:
     """Why no profiler may be begun: the script has one, at work or between two of its cycles; "": none is there."""
     if torch.autograd._profiler_enabled():
         return _OWN
-    known = (torch.profiler.profile, autograd_profiler.profile, autograd_profiler.emit_nvtx)
-    kinds = (
-        *known,
-        *(vars(torch.profiler)[name] for name in ("_KinetoProfile",) if name in vars(torch.profiler)),
-    )
-    for one in gc.get_objects():
-        # `isinstance` would ask proxies of the script for their class, and run its code.
-        if issubclass(type(one), kinds) and one not in _ours:
+    if _of_the_script():
+        gc.collect()  # profilers are cycles: one that was used and let go lives until then
+        if _of_the_script():
             return _OWN
     return ""
+
+
+def _of_the_script() -> bool:
+    """Whether there is a profiler that is none of ours."""
+    names = ("profile", "_KinetoProfile")
+    kinds = [vars(torch.profiler)[name] for name in names if name in vars(torch.profiler)]
+    kinds += [autograd_profiler.profile, autograd_profiler.emit_nvtx]
+    # `isinstance` would ask proxies of the script for their class, and run its code.
+    return any(issubclass(type(one), tuple(kinds)) and one not in _ours for one in gc.get_objects())
 
 
 def _is_whole(path: str) -> bool:

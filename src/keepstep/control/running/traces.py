@@ -81,6 +81,7 @@ class Traces:
             message.steps,
             fold_ranks(ranks),
         )
+        self._settle(now_s)
         self._send(self._order, now_s)
 
     def told(self, node: Node, message: RankTraces, now_s: float) -> None:
