@@ -271,10 +271,10 @@ def _in_the_way() -> str:
 def _of_the_script() -> bool:
     """Whether there is a profiler that is none of ours."""
     names = ("profile", "_KinetoProfile")
-    kinds = [vars(torch.profiler)[name] for name in names if name in vars(torch.profiler)]
-    kinds += [autograd_profiler.profile, autograd_profiler.emit_nvtx]
+    known = (vars(torch.profiler)[name] for name in names if name in vars(torch.profiler))
+    kinds = (*known, autograd_profiler.profile, autograd_profiler.emit_nvtx)
     # `isinstance` would ask proxies of the script for their class, and run its code.
-    return any(issubclass(type(one), tuple(kinds)) and one not in _ours for one in gc.get_objects())
+    return any(issubclass(type(one), kinds) and one not in _ours for one in gc.get_objects())
 
 
 def _is_whole(path: str) -> bool:

@@ -14,7 +14,8 @@ from keepstep.wire.messages import Message, Persist, Persisting
 
 logger = logging.getLogger("keepstep.agent")
 
-_PACE_LOOKS = 16  # looks over which the pace of saves is measured
+_PACE_LOOKS = 16  # most looks over which the pace of saves is measured
+_PACE_S = 0.6  # for so long at least
 _NO_STORAGE = "there is no storage to bring it to: start the job with --checkpoint-dir"
 _NO_SAVE = (
     "no rank has saved a checkpoint: the script has to use keepstep.Session or keepstep.checkpoint.save()"
@@ -68,7 +69,7 @@ class OrderedStep:
         """
         order = self._order
         newest = self._newest() if order.number or self._is_new else None
-        if newest is not None:
+        if newest is not None and newest.step:
             self._saved.append((self._clock(), newest))
         if self._is_new:
             self._is_new = False
@@ -77,7 +78,7 @@ class OrderedStep:
             self._saved.clear()
             return
         told = self._how(order, newest, whole, wished, troubles)
-        if told != self._told:
+        if told is not None and told != self._told:
             self._told = told
             self._send(told)
 
@@ -97,7 +98,7 @@ class OrderedStep:
         whole: Collection[Key] | None,
         wished: Collection[Key] | dict[Key, set[int]],
         troubles: Sequence[str],
-    ) -> Persisting:
+    ) -> Persisting | None:
         def say(state: str, key: Key | None = None, why: str = "") -> Persisting:
             return Persisting(
                 order.number,
@@ -114,7 +115,8 @@ class OrderedStep:
             return say("unable", why=_NO_SAVE)
         first = Key.unpack(order.key)
         if first is None:
-            return say("ready", newest)
+            is_measured = self._saved[-1][0] - self._saved[0][0] >= _PACE_S
+            return say("ready", newest) if is_measured and self._told is None else None
         waiting = wished if isinstance(wished, dict) else {}
         if self._on_way is None:
             ready = [key for key, ranks in waiting.items() if key >= first and ranks >= self._ranks]
