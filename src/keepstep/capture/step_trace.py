@@ -21,10 +21,9 @@ from weakref import WeakSet
 import torch
 from torch.autograd import profiler as autograd_profiler
 
-from keepstep.capture.hold import ORDER
 from keepstep.capture.recorder import Recorder
 from keepstep.core.events import Phase
-from keepstep.ring.orders import KNOCK
+from keepstep.ring.orders import KNOCK, Word
 
 if TYPE_CHECKING:
     from keepstep.ring.orders import OrdersPage
@@ -49,7 +48,7 @@ class EveryStep:
         self._words = words
 
     def __getitem__(self, index: int) -> int:
-        return self._words[index] or (KNOCK if index == ORDER else 0)
+        return self._words[index] or (KNOCK if index == Word.ORDER else 0)
 
     def __setitem__(self, index: int, value: int) -> None:
         self._words[index] = value
