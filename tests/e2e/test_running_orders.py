@@ -135,8 +135,7 @@ def test_traces_of_two_ranks_lie_in_the_runs_folder(make: Make, tmp_path: Path) 
     names = sorted(path.name for path in (run.run / "traces").iterdir())
     assert [name[:11] for name in names] == ["rank-00000-", "rank-00002-"]
     trace = json.loads(gzip.decompress((run.run / "traces" / names[0]).read_bytes()))
-    events = [one.get("name", "") for one in trace["traceEvents"]]
-    assert sum("Optimizer.step" in name for name in events) in (2, 3)
+    assert [one.get("name") for one in trace["traceEvents"]].count("aten::linear") == 2
     copy = tmp_path / "copy.json.gz"
     code, told = run.ctl("profile", "--ranks", "1", "--steps", "1", "-o", str(copy))
     assert code == 0, told

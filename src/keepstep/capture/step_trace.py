@@ -235,7 +235,8 @@ class StepTrace:
                     os.unlink(left)
 
     def _report(self, state: str, *, why: str = "", file: str = "", nbytes: int = 0) -> None:
-        body = {"state": state, "step": self.first_step, "file": file, "nbytes": nbytes, "why": why[:200]}
+        why = why[:200].encode("ascii", "replace").decode()  # there is little room on the page
+        body = {"state": state, "step": self.first_step, "file": file, "nbytes": nbytes, "why": why}
         with suppress(Exception):  # the page may be gone, as where another incarnation begins
             self._page.traced.put(self._order.number * _STATES + self._reports, body)
         self._reports = min(self._reports + 1, _STATES - 1)

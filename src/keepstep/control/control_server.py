@@ -213,7 +213,8 @@ class ControlServer:
         placements = _tried(files.placements, (), "the launchers join anew")
         stop = _tried(files.stop, None, "it goes on")
         self._controller.restore(incidents, placements, stop, files.council())
-        self._controller.running.standing.restore(_tried(files.standing, None, "they are as at the start"))
+        standing = _tried(files.standing, None, "they are as at the start")
+        self._controller.running.standing.restore(standing, time.monotonic())
         register = self._controller.cases.desk.register
         register.newest_number = max(register.newest_number, newest)
 

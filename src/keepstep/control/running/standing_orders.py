@@ -57,10 +57,10 @@ class StandingOrders:
         """These orders as agents get them."""
         return Standing(self._number, self.off_since_unix_s, tuple(sorted(self.settings.orders.items())))
 
-    def restore(self, standing: Standing | None) -> None:
+    def restore(self, standing: Standing | None, now_s: float) -> None:
         """Go on with the orders that an earlier controller has kept in the run's folder."""
         if standing is not None:
-            self._take(standing, 0.0)
+            self._take(standing, now_s)
 
     def learn(self, standing: Standing, now_s: float) -> None:
         """Take what an agent knows, if it is newer: this controller may have been started on another node."""

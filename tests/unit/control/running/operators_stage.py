@@ -73,5 +73,5 @@ class Office(Stage):
         """Another controller process, with the agents that come back to it."""
         standing = self.controller.running.standing.message
         self.run("restart")
-        self.controller.running.standing.restore(standing)
+        self.controller.running.standing.restore(standing, self.now_s)
         return self.controller
