@@ -77,6 +77,11 @@ class Run:
             json.loads(path.read_bytes()) for path in sorted((self.run / "incidents").glob("[0-9]*.json"))
         ]
 
+    @property
+    def newest_step(self) -> int:
+        """As the controller knows it; -1 before it is there."""
+        return self.status()["newest_step"] if (self.run / "status.json").exists() else -1
+
     def status(self) -> dict[str, Any]:
         return json.loads((self.run / "status.json").read_bytes())
 
@@ -100,7 +105,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def one(*does: str, flags: tuple[str, ...] = (), ranks: int = 2) -> Run:
         made.append(Run(tmp_path / f"job-{len(made)}", does, flags, ranks))
-        made[-1].until(lambda: made[-1].step > 4)
+        made[-1].until(lambda: made[-1].newest_step > 8)
         return made[-1]
 
     yield one
