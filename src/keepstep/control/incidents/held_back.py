@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.core.finding import Finding
 
 _ENDED_BY = {"relief": "slow", "resumed": "hang"}  # the kind of finding that another one ends
@@ -46,7 +45,7 @@ class HeldBack:
             due_s = self._until_s
         elif finding.kind == "hang":
             due_s = now_s + hang_after_s - finding.stuck_s
-        if due_s <= now_s or not 0 <= finding.rank < MOST_RANKS:
+        if due_s <= now_s:
             return False
         self._held[finding.kind, finding.rank] = (finding, now_s, due_s)
         return True

@@ -61,10 +61,9 @@ def test_a_standstill_comes_out_with_its_whole_length() -> None:
     assert not held.takes(found, 60.0, 131.0)
 
 
-def test_ranks_beyond_any_job_and_what_is_forgotten() -> None:
+def test_what_is_forgotten_does_not_come_out() -> None:
     held = HeldBack()
     held.hold(20.0)
-    assert not held.takes(slow(rank=1 << 20), 0.0, 10.0)
     assert held.takes(slow(), 0.0, 10.0)
     held.forget()
     assert held.due(100, 30.0) == []
