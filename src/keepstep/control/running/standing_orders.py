@@ -18,6 +18,7 @@ from keepstep.wire.messages import Operated, Standing, Tune, Tuned, Watch
 
 logger = logging.getLogger("keepstep.control")
 
+_MOST_NUMBER = 1 << 60  # no time in ms, which numbers are, comes near it
 _REMIND_S = 3600.0  # how often it is told that the job is not watched
 _ON = "watching is on: what stood still or was slow until now, and is over, is not told"
 _OFF = "no verdicts, no remedies and no holds until `keepstep ctl RUN watch on`; deaths are recovered from as ever"
@@ -64,7 +65,7 @@ class StandingOrders:
 
     def learn(self, standing: Standing, now_s: float) -> None:
         """Take what an agent knows, if it is newer: this controller may have been started on another node."""
-        if standing.number > self._number:
+        if self._number < standing.number < _MOST_NUMBER:
             self._take(standing, now_s)
             self._keep()
 
@@ -144,7 +145,7 @@ class StandingOrders:
     def _take(self, standing: Standing, now_s: float) -> None:
         was_watched = self.is_watched
         self._number = standing.number
-        self.off_since_unix_s = max(standing.off_since_unix_s, 0.0)
+        self.off_since_unix_s = standing.off_since_unix_s
         self.settings.order(dict(standing.thresholds))
         if self.is_watched != was_watched:
             self._watched(self.is_watched, now_s)

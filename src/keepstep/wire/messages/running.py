@@ -20,6 +20,7 @@ _MOST_THRESHOLDS = 32
 _Wait = Annotated[float, msgspec.Meta(ge=1.0, le=MOST_WAIT_S)]
 _Steps = Annotated[int, msgspec.Meta(ge=1, le=MOST_TRACED_STEPS)]
 _Changes = Annotated[tuple[tuple[limits.Label, limits.Label], ...], msgspec.Meta(max_length=_MOST_THRESHOLDS)]
+_Since = Annotated[float, msgspec.Meta(ge=0, le=1 << 34)]  # Unix time
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -108,7 +109,7 @@ class Standing(Message, frozen=True):
     """
 
     number: _Number
-    off_since_unix_s: float = 0.0  # since when the job is not watched; 0: it is
+    off_since_unix_s: _Since = 0.0  # since when the job is not watched; 0: it is
     thresholds: _Changes = ()
 
 
