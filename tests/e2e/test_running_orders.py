@@ -159,6 +159,7 @@ def test_traces_of_two_ranks_lie_in_the_runs_folder(make: Make, tmp_path: Path) 
     assert run.ends() == 0, run.said
 
 
+@pytest.mark.long
 def test_a_script_that_uses_the_profiler_keeps_it(make: Make) -> None:
     run = make("profiles")
     code, told = run.ctl("profile", "--ranks", "0")
@@ -262,6 +263,7 @@ def test_a_step_is_on_storage_when_the_order_returns(make: Make, tmp_path: Path)
     assert run.ends() == 0, run.said
 
 
+@pytest.mark.long
 def test_a_job_that_saves_nothing_or_has_no_storage_says_what_it_needs(make: Make, tmp_path: Path) -> None:
     bare = make(flags=("--checkpoint-dir", str(tmp_path / "storage"), "--checkpoint-every", "0"))
     code, told = bare.ctl("checkpoint")
