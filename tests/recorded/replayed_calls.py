@@ -83,7 +83,7 @@ class ReplayedCalls(WatchedJob):
         patch.setattr(host_ring.RingReader, "poll_apart", poll)
         # What this process does, and this machine, is not the log's.
         patch.setattr(NodeAgent, "_causes", lambda *_: ())
-        patch.setattr(NodeAgent, "_suspects", lambda *_: {})
+        patch.setattr("keepstep.agent.node.suspects", lambda *_: {})
         self._set = SetClock()
         super().__init__(logs, folder, patch, self._set, records=1 << 14)
         self._tensor, self._stages = tensor, len(logs) // tensor

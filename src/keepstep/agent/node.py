@@ -29,8 +29,9 @@ from keepstep.agent.ranks.watched_ring import (
     calls_made,
     having_devices,
     launching,
+    suspects,
 )
-from keepstep.agent.sensors.activity import ActivitySensor, Suspect
+from keepstep.agent.sensors.activity import ActivitySensor
 from keepstep.agent.sensors.flight_recorder import Answer, RecorderSensor
 from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
@@ -66,7 +67,6 @@ _EARLY_STEPS, _EARLY_EVERY = 30, 2  # The first steps of an incarnation, and how
 _TIMES_S = 30.0  # how long the GPU's times of calls are measured after the controller has asked for a profile
 # A hang in the start-up is told so often: others may come to wait for it later.
 _STARTING_NS = 30_000_000_000
-_SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 # Time without progress after which a rank's process is looked at, then again at twice this.
 _STILL_NS = 100_000_000
 _SAVE_AGAIN_NS = 10_000_000_000
@@ -112,9 +112,10 @@ class NodeAgent:
         self._sequence = 0
         self._told: dict[tuple[str, tuple[int, ...]], int] = {}  # groups that were sent, and by which rank
         self._tracks = {ring.rank: ring for ring in self._rings}
-        self._pages = RankPages(orders or {})
-        self._holding = Holding(self._pages, node_rank, self._steps_at_end_of)
-        self.microbatches = Microbatches(self._pages, node_rank)
+        self.pages = RankPages(orders or {})
+        self.is_left_alone: Callable[[int], bool] = lambda rank: False  # ranks that no standstill is told of
+        self._holding = Holding(self.pages, node_rank, self._steps_at_end_of)
+        self.microbatches = Microbatches(self.pages, node_rank)
         self._all_overdue = False
         self._together = 1
         self._early_told = 0
@@ -132,7 +133,7 @@ class NodeAgent:
         self._log_steps()
         for message in self._holding.poll():
             self._send(message)
-        self._activity.look(now_ns * 1e-9, self._suspects(now_ns))
+        self._activity.look(now_ns * 1e-9, suspects(self._rings, now_ns))
         self._look_at_devices(now_ns)
         if self._rings and all(ring.track.waiting for ring in self._rings):
             last_ns = max(ring.track.last_progress_ns for ring in self._rings)
@@ -153,19 +154,6 @@ class NodeAgent:
         self.poll(time.monotonic_ns())
         for answer in self._holding.receive(message):
             self._send(answer)
-
-    def _suspects(self, now_ns: int) -> dict[int, Suspect]:
-        """The ranks' processes that make no progress, though they do not wait for others."""
-        return {
-            ring.rank: Suspect(
-                ring.process, tuple(dict.fromkeys((ring.process.pid, ring.track.thread))), ring.track.progress
-            )
-            for ring in self._rings
-            if ring.process is not None
-            and not ring.ended
-            and now_ns - ring.track.last_progress_ns > _SUSPECT_NS
-            and (not ring.track.waiting or ring.stopped_since_ns)
-        }
 
     def _look_at_devices(self, now_ns: int) -> None:
         """Ask ranks that stand still for longer than usual what their devices have to finish."""
@@ -194,6 +182,11 @@ class NodeAgent:
     def _steps_at_end_of(self, rank: int, step: int) -> int | None:
         ring = self._tracks.get(rank)
         return ring.track.cutter.steps_at_end_of(step) if ring is not None and not ring.ended else None
+
+    def base(self, rank: int) -> tuple[int, int, int] | None:
+        """The last iteration of a rank, its optimizer steps until then, and those of one; None: that is not known."""
+        ring = self._tracks.get(rank)
+        return ring.base() if ring is not None and not ring.ended else None
 
     def has_news(self) -> bool:
         """Whether a heartbeat is due at once.
@@ -236,7 +229,16 @@ class NodeAgent:
         for ring in self._rings:
             ring.groups = 0
         groups = [message for ring in self._rings for message in self._new_groups(ring)]
-        return groups + [Found(one) for ring in self._rings for one in ring.track.standing.values()]
+        return groups + self.standing()
+
+    def standing(self) -> list[Message]:
+        """The findings that still hold."""
+        return [Found(one) for ring in self._rings for one in ring.track.standing.values()]
+
+    def forget_standstills(self) -> None:
+        """Begin anew with how long ranks stand still."""
+        for ring in self._rings:
+            ring.forget_standstill()
 
     def profile(self, request: ProfileRequest) -> Profile:
         """The answer to a request: iterations, oldest first, and network traffic around the onset."""
@@ -317,7 +319,7 @@ class NodeAgent:
     def close(self) -> None:
         """Release held ranks, and write the rest of the log."""
         self._holding.release()
-        self._pages.close()
+        self.pages.close()
         for ring in self._rings:
             self._note_iterations(ring, ring.track.rest())
         self._log_steps()
@@ -362,11 +364,8 @@ class NodeAgent:
 
     def _look(self, ring: WatchedRing, in_flight: Callable[[], Rows] | None, now_ns: int) -> None:
         """Check whether a rank makes progress; ``in_flight`` None: its process has not opened the ring yet."""
-        if (
-            ring.ended
-            or (in_flight is None and ring.process is None)
-            or self._notices.is_unwatched(ring.rank)
-        ):
+        has_no_process = in_flight is None and ring.process is None
+        if ring.ended or has_no_process or self._notices.is_unwatched(ring.rank):
             return
         stillness = self._activity.stillness(ring.rank)
         since_s = stillness.since_s if stillness is not None and stillness.how == "still" else math.inf
@@ -374,7 +373,7 @@ class NodeAgent:
             now_ns,
             in_flight,
             stopped_ns=now_ns - ring.stopped_since_ns if ring.stopped_since_ns else 0,
-            held=self._holding.held(ring.rank, now_ns),
+            held=self._holding.held(ring.rank, now_ns) or self.is_left_alone(ring.rank),
             still_ns=max(now_ns - int(since_s * 1e9), 0) if since_s < math.inf else 0,
         )
         if found is None and now_ns >= ring.next_telling_ns > 0:

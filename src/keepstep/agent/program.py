@@ -23,6 +23,7 @@ from keepstep.agent.sensors.processes import alive, identify, kill_carriers
 from keepstep.agent.services.checkpoints import Checkpoints, Place
 from keepstep.agent.services.checksums import ChecksumTeller
 from keepstep.agent.services.node_backups import NodeBackups
+from keepstep.agent.services.obeying import Obeying
 from keepstep.agent.services.path_probes import echo_server, is_elsewhere, probe_paths
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.core.errors import KeepstepError
@@ -83,6 +84,7 @@ class Program:
         self._hearing = Hearing(
             arguments.node_rank, arguments.words, arguments.kernel_log, self._agent.pids, self._gpus
         )
+        self._obeying = Obeying(self._agent, arguments.node_rank, arguments.run_dir, self._send)
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()
         self._checksums = self._started_checksums()
@@ -123,7 +125,7 @@ class Program:
             keep=arguments.checkpoint_keep,
         )
         try:
-            checkpoints = Checkpoints(place, self._backups)
+            checkpoints = Checkpoints(place, self._backups, self._sender())
             checkpoints.start()
         except KeepstepError as error:
             logger.error("checkpoints stay in this node's cache: %s", error)
@@ -190,6 +192,7 @@ class Program:
             launcher=max(self._parent, 0),
         )
         self._for_viewers.again()
+        yield from self._obeying.again()
         yield from self._agent.again()
         yield from self._hearing.again()
         if self._backups is not None:
@@ -226,6 +229,13 @@ class Program:
         if self._checksums is not None and (families := self._checksums.families(question.digest)):
             self._send(wire.Families(question.digest, families))
 
+    def _persist(self, order: wire.Persist) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.order(order)
+        elif order.number:
+            why = "this node keeps no checkpoint in memory"
+            self._send(wire.Persisting(order.number, self._arguments.node_rank, "unable", why=why))
+
     def _save_rings(self, order: wire.SaveRings) -> None:
         logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
 
@@ -244,6 +254,9 @@ class Program:
         wire.Doubt: _doubt,
         wire.WhichFamilies: _tell_families,
         wire.SaveRings: _save_rings,
+        wire.Standing: lambda self, order: self._obeying.stand(order),
+        wire.TraceRanks: lambda self, order: self._obeying.trace(order),
+        wire.Persist: _persist,
         wire.Welcome: _welcome,
         wire.Refused: lambda _, refused: logger.error(
             "the controller refuses this agent: %s", refused.reason
@@ -281,6 +294,7 @@ class Program:
             busy = self._agent.poll(time.monotonic_ns())
             if self._agent.has_news() or begun_s >= self._next_beat_s:
                 self._beat(begun_s)
+            self._obeying.poll()
             for words in self._hearing.poll(begun_s):
                 self._send(words)
         except Exception as error:

@@ -21,11 +21,13 @@ from keepstep.core.errors import RingError
 from keepstep.core.events import Phase
 
 if TYPE_CHECKING:
+    from keepstep.capture.step_trace import StepTrace
     from keepstep.ring.orders import OrdersPage
     from keepstep.validate.worker import HeldTests
 
 MOST_HELD_S = 30.0
-ORDER, COUNT = 1, 20  # Word.ORDER and Word.COUNT as plain integers, which are faster to look up at every step
+# Words of the page as plain integers, which are faster to look up at every step.
+ORDER, TRACE, COUNT = 1, 7, 20
 _LOOK_S = 0.005
 _NO_WORDS = [0] * (COUNT + 1)  # stand in for a page on which nothing is ever ordered
 
@@ -39,6 +41,8 @@ class Hold:
         self.words: Any = _NO_WORDS  # words of the orders page
         self._opened = False
         self._done = 0  # number of the last hold that this rank has obeyed or missed
+        self._trace: StepTrace | None = None  # made when the first trace is ordered
+        self._traced = 0  # number of the last trace that was looked at
 
     def open(self) -> None:
         """Open the orders page that the launcher made for this rank; without one the rank cannot be held."""
@@ -58,17 +62,40 @@ class Hold:
 
     def renew(self) -> None:
         """Forget the page: the process plays another rank now, with a page of its own."""
+        if self._trace is not None:
+            self._trace.give_up("the job began again meanwhile")
+            self._trace = None
+        self._traced = 0
         self._page, self.words, self._opened, self._done = None, _NO_WORDS, False, 0
 
     @harmless
     def look(self, steps: int) -> None:
-        """At the end of optimizer step ``steps``, counted from 1, wait here if a hold was ordered for it.
+        """At the end of optimizer step ``steps``, counted from 1: begin or end a trace, wait here if a hold is ordered.
 
         Only called if ``words[ORDER]`` is not 0.
         """
-        order = self.words[ORDER]
-        if order and order != self._done and self._page is not None:
-            self._obey(self._page, order, steps)
+        page = self._page
+        if page is None:
+            return
+        if self._trace is not None or page.words[TRACE] != self._traced:
+            self._look_at_trace(page, steps)
+        order = page.words[ORDER]
+        if order and order != self._done:
+            self._obey(page, order, steps)
+
+    def _look_at_trace(self, page: OrdersPage, steps: int) -> None:
+        """Begin the trace that is ordered, or go on with the one that is under way.
+
+        While it is, this is called at the end of every step, also where the agent has gone.
+        """
+        from keepstep.capture.step_trace import EveryStep, StepTrace
+
+        if self._trace is None:
+            self._traced = page.words[TRACE]
+            self._trace = StepTrace.ordered(page, self.recorder, steps)
+        elif self._trace.step(steps):
+            self._trace = None
+        self.words = page.words if self._trace is None else EveryStep(page.words)
 
     def _obey(self, page: OrdersPage, order: int, steps: int) -> None:
         from keepstep.ring.orders import State, Word

@@ -21,7 +21,7 @@ VERBS = {
     "top": "Watch a run in the terminal: what is wrong, the worst ranks and links, checkpoints.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
-    "ctl": "Suspend, resume, restart or stop a running job by hand.",
+    "ctl": "Order a running job by hand: suspend, restart, stop, move nodes; thresholds, watching, traces, a save.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",
     "why": "Say why a job failed, who caused it and what to do, from logs of any launcher.",

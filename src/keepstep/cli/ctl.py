@@ -1,4 +1,7 @@
-"""``keepstep ctl RUN VERB``: stop, suspend, resume or restart a running job by hand, move its nodes."""
+"""``keepstep ctl RUN VERB``: order a running job by hand.
+
+Verbs that begin or end processes are here; those of a job that goes on training are in `_ctl_running`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from keepstep import wire
+from keepstep.cli import _ctl_running
 from keepstep.cli._asking import ask
 from keepstep.cli._parsing import Parser
 from keepstep.cli.status import show as show_status
@@ -26,27 +30,33 @@ _MOST_WHY = 120  # characters: a scheduler's reason has little room
 _ABOUT = (
     "Suspend a job (workers end, standbys and checkpoints stay), resume, restart or stop it; say where it "
     "stands. Or have two of its nodes exchange their ranks, which moves traffic off a slow link, or a spare take "
-    "a node's ranks; that node leaves the job, for repair, and with drain the scheduler gives it to no other job."
+    "a node's ranks; that node leaves the job, for repair, and with drain the scheduler gives it to no other job. "
+    f"Or, while it trains: {', '.join(_ctl_running.VERBS)}; `keepstep ctl RUN VERB --help` explains these."
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """Give the order and wait until it is carried out."""
+    if (verb := _ctl_running.verb_of(argv)) is not None:
+        return verb(argv)
     parser = Parser("ctl", _ABOUT)
     parser.add_run()
     text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume, swap is replace"
-    parser.add_argument("verb", metavar="VERB", choices=get_args(Verb), help=text)
+    choices = (*get_args(Verb), *_ctl_running.VERBS)
+    parser.add_argument("verb", metavar="VERB", choices=choices, help=text)
     text = "names or node ranks; of exchange: the two that take each other's ranks; of replace and drain: who leaves"
     parser.add_argument("nodes", nargs="*", metavar="NODE", help=text)
     text = "end the workers at once, not when the next step is sealed"
     parser.add_argument("--now", action="store_true", help=text)
     text = "of drain: what is wrong with the node, for those who mend it"
     parser.add_argument("--reason", metavar="TEXT", help=text)
-    text = "of exchange, replace and drain: say what would be done, and do nothing"
+    text = "say what would be done, and do nothing; not of suspend, resume, restart and stop"
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "seconds to wait until it is done (default: %(default)g)"
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help=text)
     given = parser.parse(argv)
+    if given.verb in _ctl_running.VERBS:
+        raise UsageError(f"give {given.verb} right after the run: keepstep ctl {given.run} {given.verb} …")
     run, verb = given.run, "replace" if given.verb == "swap" else given.verb
     count, wanted = _WANTED.get(verb, (0, "no node"))
     if len(given.nodes) != count:

@@ -81,7 +81,19 @@ def _lines(run: Run, found: dict[str, Any], age_s: float) -> list[str]:
     """All that is shown. Raises LookupError, TypeError, … for a status that is not as the controller writes it."""
     rows = sorted(_rows(found), key=lambda row: (row[3], -row[-1]))
     table = [_line(_COLUMNS), *(_line(row) for row in _folded(rows))]
-    return [_headline(run, found, age_s), *table, *notices_of(found), *_checks(found), *_checkpoints(run)]
+    head = [_headline(run, found, age_s), *_by_order(run, found)]
+    return [*head, *table, *notices_of(found), *_checks(found), *_checkpoints(run)]
+
+
+def _by_order(run: Run, found: dict[str, Any]) -> Iterator[str]:
+    """What an operator has changed in how the job is watched: nobody is to forget it."""
+    since_s = float(found.get("unwatched_since_unix_s") or 0.0)
+    if since_s > 0 and run.end() is None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since_s))
+        yield f"watching off since {since}: no verdicts, no remedies; `keepstep ctl {run.path.name} watch on`"
+    thresholds: dict[str, Any] = found.get("thresholds") or {}
+    if thresholds:
+        yield f"thresholds by order: {', '.join(f'{name}={word}' for name, word in sorted(thresholds.items()))}"
 
 
 def _checks(found: dict[str, Any]) -> Iterator[str]:

@@ -18,8 +18,8 @@ from keepstep.control.incidents.corrupt_case import GO_BACK, CorruptCase
 from keepstep.control.incidents.crash_case import CrashCase
 from keepstep.control.incidents.early_slowness import EarlySlowness
 from keepstep.control.incidents.hang_case import HangCase
-from keepstep.control.incidents.hang_evidence import Patience
 from keepstep.control.incidents.hang_remedy import HangRemedy
+from keepstep.control.incidents.held_back import HeldBack
 from keepstep.control.incidents.job_words import JobWords
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.incidents.open_cases import OpenCases
@@ -30,8 +30,8 @@ from keepstep.control.incidents.warm_up_pairs import WarmUpPairs
 from keepstep.control.membership.pauses import RankMoves
 from keepstep.control.membership.rendezvous import MOST_RANKS
 from keepstep.control.remedies.mitigation import Mitigation
+from keepstep.control.running.thresholds import LiveSettings
 from keepstep.control.saved_checksums import SavedChecksums
-from keepstep.control.settings import Settings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident, Recovery
 from keepstep.detect.corruption import Compared, Difference
@@ -49,6 +49,9 @@ from keepstep.wire.messages import (
 
 _MOST_SLOW_CASES = 16
 _MOST_CORRUPT_CASES = 16
+_UNWATCHED = Action("watching is off", None, "by order of an operator")
+_SETTLE_S = 3.0  # after watching has come on again, what was slow before is told only if it still is
+_SETTLE_STEPS = 6
 
 
 class Cases:
@@ -56,7 +59,7 @@ class Cases:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LiveSettings,
         cluster: Cluster,
         locators: Locators,
         open_cases: OpenCases,
@@ -64,17 +67,15 @@ class Cases:
         effects: list[Effect],
         unix_s: Callable[[float], float],
     ) -> None:
-        agents = Agents(cluster, settings, effects, unix_s)
+        agents = Agents(cluster, settings.start, effects, unix_s)
         validations = Validations(
-            cluster, agents, open_cases.standstill, effects, is_wanted=settings.validate
+            cluster, agents, self._why_unheld, effects, is_wanted=lambda: settings.now.validate
         )
-        patience = Patience(settings.hang_patience_s, settings.stopped_patience_s)
-        register = Register(settings, cluster, open_cases.reforming, patience, effects, unix_s)
+        register = Register(settings, cluster, open_cases.reforming, effects, unix_s)
         words = JobWords(unix_s, cluster.moved_on_s)
-        self.desk = Desk(
-            cluster, locators, agents, validations, rank_moves, register, patience, words, unix_s
-        )
-        self.mitigation = Mitigation(self.desk, settings.mitigate, open_cases.reforming, open_cases)
+        self.desk = Desk(cluster, locators, agents, validations, rank_moves, register, words, unix_s)
+        mitigate = (lambda: settings.now.mitigate, open_cases.reforming, open_cases)
+        self.mitigation = Mitigation(self.desk, *mitigate)
         self.early = EarlySlowness(cluster)
         self._warm_up_pairs = WarmUpPairs(cluster, agents, effects)
         self.ignored = 0  # findings that made no sense
@@ -83,6 +84,8 @@ class Cases:
         self.doubted: Key | None = None  # the first snapshot in which replicas differ that must not
         self._gone_back: set[int] = set()  # wrong ranks for which all ranks went back
         self._open, self._settings, self._effects = open_cases, settings, effects
+        self.is_watched = True  # False: an operator wants no verdicts, remedies or holds
+        self.held_back = HeldBack()
         self._remedy: HangRemedy | None = None
         self._waiting_again_s = 0.0  # until then ranks that all wait open no case
         self._inside_again_s = 0.0  # until then ranks that all are in operations open no case
@@ -106,10 +109,13 @@ class Cases:
     def tick(self, peers: Collection[int], now_s: float) -> None:
         """Let time pass. ``peers``: the numbers of those that are connected."""
         self.desk.register.now_s = now_s
-        self.watch_waiting(now_s)
-        self._look_early(now_s)
-        if not self._open.standstill():
-            self._warm_up_pairs.tick(now_s)
+        if self.is_watched:
+            self.watch_waiting(now_s)
+            self._look_early(now_s)
+            if not self._open.standstill():
+                self._warm_up_pairs.tick(now_s)
+            for finding in self.held_back.due(self.desk.cluster.newest_step, now_s):
+                self.found(finding, now_s)
         for question in self.desk.agents.due(now_s):
             self._decide(question, now_s)
         for case in self._open.all():
@@ -119,8 +125,36 @@ class Cases:
         self.desk.validations.tick(peers, now_s)
         self._hand_back(now_s)
         self._open.sweep()
-        self.mitigation.tick(self._open.slow, now_s)
-        self._open.sweep()
+        if self.is_watched:
+            self.mitigation.tick(self._open.slow, now_s)
+            self._open.sweep()
+
+    def watch(self, on: bool, now_s: float) -> None:
+        """An operator wants the job to be watched from now on, or not: all cases but that of a crash are closed.
+
+        When watching comes on, what agents then say to be slow counts only if it still is a few steps later.
+        """
+        self.is_watched = on
+        self.held_back.forget()
+        cluster = self.desk.cluster
+        if not on:
+            self.desk.validations.end(now_s, "watching was switched off")
+            for case in (*self._open.slow, *self._open.corrupt, self._open.hang):
+                if case is not None and not case.closed:
+                    case.acted(_UNWATCHED)
+                    case.end(now_s)
+            self._open.sweep()
+            self._remedy = None
+            return
+        iteration_s = max((beat.iteration_s for beat in cluster.beats()), default=0.0)
+        self.held_back.hold(now_s + max(_SETTLE_S, _SETTLE_STEPS * iteration_s))
+        self.early.begin_again()
+        self._waiting_again_s = now_s + 2 * self._settings.start.heartbeat_s
+        self._inside_again_s, self._inside_pause_s = now_s + INSIDE_S, INSIDE_S
+
+    def _why_unheld(self) -> str:
+        """Why no rank can be held now; "": it can."""
+        return self._open.standstill() or ("" if self.is_watched else "watching is off: say watch on before")
 
     def end(self, now_s: float) -> None:
         """Decide what is undecided, and close all cases."""
@@ -157,8 +191,10 @@ class Cases:
             self._crash_found(finding, now_s)
         elif kind == "exit":
             self._left(finding, now_s)
-        elif self._open.crash is not None or self._open.ending.under_way:
+        elif self._open.crash is not None or self._open.ending.under_way or not self.is_watched:
             return  # findings after a crash are its consequences
+        elif self.held_back.takes(finding, self._settings.now.hang_after_s, now_s):
+            return
         elif kind == "slow":
             self._slow_found(finding, now_s)
         elif kind == "relief":
@@ -179,6 +215,8 @@ class Cases:
         if finding.onset_step < 0:
             self.ignored += 1
             return
+        if 0 < finding.after_s < self._settings.now.slow_ratio * finding.before_s:
+            return
         for case in self._open.slow:
             if not case.closed and case.takes(finding):
                 case.found(finding, now_s)
@@ -191,13 +229,15 @@ class Cases:
         """Open a case for a rank that has been slower than its peers since the first steps."""
         if self._open.slow or self._open.crash is not None or self._open.standstill():
             return
-        found = self.early.look(now_s)
+        found = self.early.look(now_s) if now_s >= self.held_back.until_s else None
         if found is not None:
             self._open.slow.append(SlowCase(self.desk, early=True))
             self._open.slow[-1].found(found, now_s)
 
     def compare(self, node: Node, message: Checksums | Families, now_s: float) -> None:
         """Take checksums of what a node's ranks saved, or which tensors these are of."""
+        if not self.is_watched:
+            return
         if isinstance(message, Families):
             found = self._checksums.introduced(message)
         else:
@@ -230,7 +270,7 @@ class Cases:
                 cases = [CorruptCase(self.desk)]
                 self._open.corrupt += cases
             cases[0].differs(difference, key.incarnation, now_s)
-            if self._settings.restore_corrupt:
+            if self._settings.now.restore_corrupt:
                 self._go_back(cases[0], difference, now_s)
 
     def _doubt(self, key: Key | None) -> None:
@@ -264,7 +304,8 @@ class Cases:
             self._inside_again_s, self._inside_pause_s = 0.0, INSIDE_S
             if not cluster.overdue_nodes:
                 return
-        if self.desk.validations.under_way or self._open.standstill() or now_s < self._waiting_again_s:
+        is_late = self.is_watched and now_s >= self._waiting_again_s
+        if not is_late or self.desk.validations.under_way or self._open.standstill():
             return
         nodes = cluster.nodes.values()
         if sum(len(node.ranks) for node in nodes) != cluster.known_ranks:
@@ -272,7 +313,10 @@ class Cases:
         heard = sum(node.overdue and not node.mute for node in nodes)
         if all(node.overdue or node.mute for node in nodes) and 2 * heard >= len(nodes):
             # By then every node has sent a new heartbeat.
-            self._waiting_again_s = now_s + 2 * self._settings.heartbeat_s
+            self._waiting_again_s = now_s + 2 * self._settings.start.heartbeat_s
+            least_s = self._settings.now.hang_after_s
+            if least_s and min((one.overdue_s for one in cluster.beats()), default=0.0) < least_s:
+                return
             self._open.hang = HangCase(self.desk)
             self._open.hang.all_wait(now_s)
         elif now_s >= self._inside_again_s and all(node.inside and not node.mute for node in nodes):
@@ -335,6 +379,12 @@ class Cases:
         if self._open.crash is not None:
             self._open.crash.heard(node.name, words, is_new=is_new)
 
+    def processes_began(self, now_s: float, *, exchanged: bool = False) -> None:
+        """Start over with new processes. ``exchanged``: with nodes in each other's places."""
+        self.held_back.forget()
+        self.early.begin_again()
+        self.mitigation.begin_again(now_s, exchanged=exchanged)
+
     def begin_again(self, how: str) -> None:
         """Note at the open crash that all nodes begin again: that is what was done about it."""
         if self._open.crash is not None:
@@ -386,7 +436,7 @@ class Cases:
         case = self._open.hang
         if case is None or case.closed or self._open.crash is not None or self._open.ending.under_way:
             self._remedy = None
-        elif self._settings.restart_hangs and not self._is_held_up:
+        elif self._settings.now.restart_hangs and self.is_watched and not self._is_held_up:
             if self._remedy is None or self._remedy.case is not case:
                 self._remedy = HangRemedy(self.desk, case, self._end_hung)
             self._remedy.tick(now_s)
@@ -431,7 +481,7 @@ class Cases:
                 case.states(question.answers, self._names(question.unanswered), now_s)
         else:
             if self.mitigation.question == question.number:
-                self.mitigation.profiles(question.answers, now_s)
+                self.mitigation.profiles(question.answers if self.is_watched else (), now_s)
             for case in self._open.slow:
                 if case.question == question.number and not case.closed:
                     case.profiles(question.answers, self._names(question.unanswered), now_s)

@@ -29,6 +29,7 @@ from keepstep.control.effects import (
     Send,
     StoreCouncil,
     StorePlacement,
+    StoreStanding,
     StoreStop,
     Tell,
     WriteIncident,
@@ -48,7 +49,7 @@ from keepstep.core.steady_time import steady_unix_s
 from keepstep.core.within import within
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render, render_action, render_closing
-from keepstep.wire.messages import Council, Placement, Stop
+from keepstep.wire.messages import Council, Placement, Standing, Stop
 
 logger = logging.getLogger("keepstep.control")
 
@@ -113,6 +114,14 @@ class RunFiles:
     def write_stop(self, stop: Stop) -> None:
         """Write ``stop.json``; the file of a controller that can move is used in its term alone."""
         write_whole(self._stop, msgspec.json.encode(stop))
+
+    def standing(self) -> Standing | None:
+        """The standing orders of an operator that an earlier controller of this run was given."""
+        return _read(self.folder / "standing.json", Standing, "holds no orders of an operator")
+
+    def write_standing(self, standing: Standing) -> None:
+        """Write ``standing.json``."""
+        write_whole(self.folder / "standing.json", msgspec.json.encode(standing))
 
     def council(self) -> Council | None:
         """The council that elected this host, or that an earlier controller on it proposed last."""
@@ -213,6 +222,8 @@ class ControlServer:
         placements = _tried(files.placements, (), "the launchers join anew")
         stop = _tried(files.stop, None, "it goes on")
         self._controller.restore(incidents, placements, stop, files.council())
+        standing = _tried(files.standing, None, "they are as at the start")
+        self._controller.running.standing.restore(standing, time.monotonic())
         register = self._controller.cases.desk.register
         register.newest_number = max(register.newest_number, newest)
 
@@ -390,6 +401,9 @@ class ControlServer:
             "table", self._files.write_placements, effect.placements
         ),
         StoreStop: lambda self, effect: self._keep("stop", self._files.write_stop, effect.stop),
+        StoreStanding: lambda self, effect: self._keep(
+            "standing", self._files.write_standing, effect.standing
+        ),
         # A failure to write is raised: launchers must not be told of a council that was not kept.
         StoreCouncil: lambda self, effect: self._files.write_council(effect.council),
         Reach: _begin_to_reach,

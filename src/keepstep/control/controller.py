@@ -29,6 +29,8 @@ from keepstep.control.membership.rendezvous import Launcher, Rendezvous
 from keepstep.control.membership.restart_budget import Spending
 from keepstep.control.membership.transitions import JobState
 from keepstep.control.notices import Notices
+from keepstep.control.running.running_orders import RunningOrders
+from keepstep.control.running.thresholds import LiveSettings
 from keepstep.control.settings import Settings
 from keepstep.core.exit_codes import TEMPORARY_FAILURE
 from keepstep.core.incident import Incident
@@ -112,8 +114,9 @@ class Controller:
         self._pauses = Pauses(*membership, self.backups.withheld, self._effects)
         self.operator_orders = OperatorOrders(*membership, self._pauses, self._effects)
         self._growth = Growth(*membership, self._pauses)
+        live = LiveSettings(settings)
         self.cases = Cases(
-            settings,
+            live,
             self.cluster,
             locators or Locators(),
             OpenCases(self.ending, self.reforming),
@@ -121,8 +124,8 @@ class Controller:
             self._effects,
             unix_s,
         )
-
-    # --- what the server calls ------------------------------------------------------------------------------------
+        parts = (self.cases, self.ending, self.reforming, self._pauses, self._effects)
+        self.running = RunningOrders(live, *parts, self._reform)
 
     def restore(
         self,
@@ -162,8 +165,7 @@ class Controller:
 
     def disconnected(self, peer: int, now_s: float, *, unanswered: bool = False) -> list[Effect]:
         """Note that a connection has ended. ``unanswered``: its host fell silent, without a last packet."""
-        # A cut link may be back in a moment.
-        since_s = now_s + self.peers.settings.link_s if unanswered else now_s
+        since_s = now_s + self.peers.settings.link_s if unanswered else now_s  # a cut link may be back soon
         gone = self.peers.gone(peer, since_s)
         if gone is None or gone.launcher is None:
             return self._taken()
@@ -216,6 +218,7 @@ class Controller:
             self._growth.tick(now_s)
         self._tick_councils(now_s)
         self.cases.tick(self.peers.connected.keys(), now_s)
+        self.running.tick(self.peers.connected.keys(), now_s)
         self._tick_backups(now_s)
         if (leaving := self.ending.exit(now_s)) is not None:
             self.cases.end(now_s)
@@ -232,8 +235,6 @@ class Controller:
         known = (self.cluster, self.rendezvous, self.reforming, self.cases.dying)
         return self.states.look(*known, self.ending.exit_code, now_s)
 
-    # --- what is wrong, and what is done about it ------------------------------------------------------------------
-
     def _found(self, sender: Peer, message: Found, now_s: float) -> None:
         if not self.ending.over:
             self.cases.found(message.finding, now_s)
@@ -242,8 +243,6 @@ class Controller:
         located = self.backups.locate(message, self.cluster, self._expected_nodes, now_s)
         self._effects += [Send((sender.number,), located)] if located is not None else []
 
-    # --- peers ----------------------------------------------------------------------------------------------------
-
     def _hello(self, sender: Peer, hello: Hello, now_s: float) -> None:
         agent_of = self.peers.hello(sender, hello, now_s)
         if sender.launcher is not None:
@@ -251,6 +250,7 @@ class Controller:
         if agent_of is not None:
             self.backups.forget(agent_of.rank)
             self.cases.tell_doubt(sender.number)
+            self.running.standing.greet(sender.number)
 
     def _heartbeat(self, sender: Peer, beat: Heartbeat, now_s: float) -> None:
         node = self.peers.heartbeat(sender, beat, now_s)
@@ -271,8 +271,7 @@ class Controller:
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cases.incarnation_over(now_s)
             self.cluster.begin_again({})  # the launcher of a single node restarts its workers by itself
-            self.cases.early.begin_again()
-            self.cases.mitigation.begin_again(now_s)
+            self.cases.processes_began(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
         if not placed.refusals:
             self.councils.here(sender.launcher, join.seat)
@@ -313,8 +312,7 @@ class Controller:
             how += f", {len(table)} of {self.rendezvous.most} nodes"
         if len(table) != before or self.reforming.exchanged:  # nodes have other ranks now
             self.backups.begin_again()
-        self.cases.early.begin_again()
-        self.cases.mitigation.begin_again(now_s, exchanged=self.reforming.exchanged)
+        self.cases.processes_began(now_s, exchanged=self.reforming.exchanged)
         self.cases.begin_again(how)
         self.placing.answer(order.placed)
 
@@ -376,8 +374,6 @@ class Controller:
     @property
     def _expected_nodes(self) -> int:
         return len(self.rendezvous.placements) or self.peers.settings.nodes
-
-    # --- the end of the job ---------------------------------------------------------------------------------------
 
     def _ended(self, sender: Peer, ended: Ended, now_s: float) -> None:
         if sender.launcher is None:
@@ -455,8 +451,6 @@ class Controller:
         self._effects.clear()
         return effects
 
-    # --- who handles what -----------------------------------------------------------------------------------------
-
     _FROM_ANYBODY: ClassVar[_Handlers] = {
         Groups: lambda self, _, message, now_s: self.cluster.learn_groups(message.groups, message.rank),
         Recovered: lambda self, _, message, now_s: self.cases.recovered(message.recovery, now_s),
@@ -467,6 +461,9 @@ class Controller:
             by.number, message, now_s
         ),
         Join: _join,
+        **dict.fromkeys(
+            RunningOrders.BY_OPERATOR, lambda self, by, it, at: self.running.ordered(by.number, it, at)
+        ),
         Moved: lambda self, sender, message, now_s: self.placing.moved(sender, message),
         Ended: _ended,
         Bye: _bye,
@@ -483,6 +480,7 @@ class Controller:
         **dict.fromkeys(
             (Held, Measured), lambda self, by, it, at: self.cases.desk.validations.told(by, it, at)
         ),
+        **dict.fromkeys(RunningOrders.BY_AGENT, lambda self, node, it, at: self.running.told(node, it, at)),
         Reachable: lambda self, node, message, now_s: node.answers_at(message.endpoints),
         Splits: lambda self, node, message, now_s: self.cases.mitigation.shares.told(node, message),
         Words: lambda self, node, message, now_s: self.cases.heard(node, message),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keepstep.core.incident import Incident
-from keepstep.wire.messages import Council, Message, Placement, Seat, Stop
+from keepstep.wire.messages import Council, Message, Placement, Seat, Standing, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,13 @@ class StoreStop:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStanding:
+    """Keep an operator's standing orders for the next controller process of this run."""
+
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True)
 class StoreCouncil:
     """Keep the council for the next controller process on this host. It is carried out before anybody is told."""
 
@@ -88,5 +95,15 @@ class Exit:
 
 
 Effect = (
-    Send | Disconnect | WriteIncident | Say | Tell | StorePlacement | StoreStop | StoreCouncil | Reach | Exit
+    Send
+    | Disconnect
+    | WriteIncident
+    | Say
+    | Tell
+    | StorePlacement
+    | StoreStop
+    | StoreStanding
+    | StoreCouncil
+    | Reach
+    | Exit
 )

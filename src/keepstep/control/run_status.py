@@ -72,6 +72,8 @@ class Status(msgspec.Struct, frozen=True):
     ranks_file: str = (
         ""  # the file with the rows of ranks (a msgpack list of `RankRows`); "": they are in ``nodes``
     )
+    unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
+    thresholds: dict[str, str] = {}  # those that an operator has changed, by name
 
 
 RankRows = tuple[int, tuple[RankBeat, ...]]  # node rank, rows in the order of ``Status.rank_columns``
@@ -150,6 +152,8 @@ def job_status(controller: Controller, now_s: float, unix_s: float, counters: di
         round(max(now_s - controller.states.since_s, 0.0), 3),
         tuple(controller.operator_orders.drained),
         controller.rendezvous.most,
+        controller.running.standing.off_since_unix_s,
+        dict(controller.running.standing.settings.orders),
     )
 
 

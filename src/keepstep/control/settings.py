@@ -39,6 +39,8 @@ class Settings:
     restore_corrupt: bool = (
         False  # have all ranks go back to when replicas were alike, where it is sure who is wrong
     )
+    slow_ratio: float = 1.0  # slowdowns of an iteration by less than this factor are not told
+    hang_after_s: float = 0.0  # standstills shorter than this are not told; 0: by what is usual in the job
     max_restarts: int = 0  # how often the job may be restarted after failures
     seat: int = 0  # token of the launcher on this host; 0: the controller never moves to another host
     term: int = 0  # the term for which that launcher was elected; 1: the first, without an election

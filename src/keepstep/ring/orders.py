@@ -1,4 +1,4 @@
-"""The orders page of one rank: shared memory through which its agent orders a hold, or shares of micro-batches.
+"""The orders page of one rank: shared memory through which its agent orders a hold, micro-batches, or a trace.
 
 Like a ring it lives in a memfd of the launcher, reached as ``/proc/PID/fd/N``. The agent writes the upper half of the
 words, the tests and the shares of micro-batches; the worker the lower half, its report and its split. Each word has one
@@ -21,24 +21,28 @@ MOST_LEASE_S = 10.0  # the longest lease of a hold, whatever was ordered
 
 _MAGIC = 0x4B53_4F52_4445_5231  # "KSORDER1"
 _TESTS, _REPORT, _SHARES, _SPLIT = 4096, 36864, 65536, 245_760  # where each body begins
+_TRACE, _TRACED = 1024, 2560
+KNOCK = (1 << 64) - 1  # in the place of a hold's number: no hold, but the rank is to look at the page
 
 
 class Word(IntEnum):
     """Index of a 64-bit word."""
 
     MAGIC = 0
-    ORDER = 1  # number of the hold that is ordered; 0: none. Written last
+    ORDER = 1  # number of the hold that is ordered; 0: none; KNOCK: look at the page. Written last
     BOUNDARY = 2  # the hold begins after this many optimizer steps, as the ring counts them
     LEASE_NS = 3  # time on CLOCK_MONOTONIC up to which the hold may last
     TESTS = 4  # number of the tests that are ordered; 0: none
     TIMES_NS = 5  # time on CLOCK_MONOTONIC up to which the NCCL shim takes the GPU's times of calls; 0: never
     SHARES = 6  # number of the shares of micro-batches that are ordered; 0: none
+    TRACE = 7  # number of the trace that is ordered; 0: none
     STATE = 16  # the rank's State in the hold with the number in ACK
     ACK = 17  # number of the hold that STATE is about
     STEPS = 18  # optimizer steps made when STATE was written
     REPORT = 19  # number of the order to test that the report on this page answers
     COUNT = 20  # optimizer steps made so far, written at the end of each step: outlives the worker
     SPLIT = 21  # how often the worker has reported how micro-batches are divided
+    TRACED = 22  # number of the worker's report on a trace
 
 
 class State(IntEnum):
@@ -120,6 +124,8 @@ class OrdersPage:
         report: by the worker: its endpoint under the hold's number, or figures under the number of the tests.
         shares: by the agent: shares of micro-batches.
         split: by the worker: how it divides micro-batches from now on.
+        trace: by the agent: steps to trace, see `capture.step_trace`.
+        traced: by the worker: how far it is with that.
     """
 
     def __init__(self, where: str | int) -> None:
@@ -141,6 +147,8 @@ class OrdersPage:
         self.report = Body(self.words, self._map, Word.REPORT, _REPORT, _SHARES)
         self.shares = Body(self.words, self._map, Word.SHARES, _SHARES, _SPLIT)
         self.split = Body(self.words, self._map, Word.SPLIT, _SPLIT, PAGE_BYTES)
+        self.trace = Body(self.words, self._map, Word.TRACE, _TRACE, _TRACED)
+        self.traced = Body(self.words, self._map, Word.TRACED, _TRACED, _TESTS)
 
     def order(self, number: int, boundary: int, lease_ns: int) -> None:
         """Agent: hold at ``boundary``, or renew the lease of hold ``number``."""
@@ -156,6 +164,12 @@ class OrdersPage:
         """Agent: end the hold; a rank that is held goes on."""
         self.words[Word.ORDER] = 0
 
+    def knock(self, wanted: bool) -> None:
+        """Agent: have the rank look at the page at the end of its step, or not; where a hold is ordered it does so."""
+        order = self.words[Word.ORDER]
+        if order == (0 if wanted else KNOCK):
+            self.words[Word.ORDER] = KNOCK if wanted else 0
+
     def take_times(self, until_ns: int) -> None:
         """Agent: have the NCCL shim take its calls' times on the GPU until then (CLOCK_MONOTONIC); 0: stop now."""
         self.words[Word.TIMES_NS] = until_ns
@@ -163,7 +177,9 @@ class OrdersPage:
     def leased(self, now_ns: int) -> bool:
         """Whether a hold is ordered and its lease has not run out; a lease beyond the longest is none."""
         lease_ns = self.words[Word.LEASE_NS]
-        return self.words[Word.ORDER] != 0 and now_ns < lease_ns <= now_ns + int(MOST_LEASE_S * 1e9)
+        return self.words[Word.ORDER] not in (0, KNOCK) and now_ns < lease_ns <= now_ns + int(
+            MOST_LEASE_S * 1e9
+        )
 
     def state(self, number: int) -> State:
         """Agent: how the rank stands to hold ``number``."""

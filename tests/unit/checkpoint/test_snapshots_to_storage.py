@@ -148,3 +148,24 @@ def test_what_not_all_ranks_hold_any_more_is_let_go_in_time(
         return said
 
     assert Ranks(2).run(served, save, every=1) == [[[], [3]], [[], [3]]]
+
+
+def test_a_step_that_an_operator_wants_goes_there_once_on_all_ranks(served: Any, empty_service: None) -> None:
+    def save(rank: int, snapshots: Snapshots) -> list[list[int]]:
+        said: list[list[int]] = []
+        for number in range(1, 8):
+            if (
+                rank == 0 and number == 2
+            ):  # an agent orders it ahead, so that each rank has heard when it is there
+                snapshots._cache.board.order(Key(0, 4))
+            snapshots.save({"w": rank}, number, persist=False if number == 4 else None)
+            said.append(sorted(key.step for key in snapshots._cache.wanted()))
+            snapshots._gather([0])
+        snapshots._cache.board.order(Key(1, 1))  # of another incarnation
+        snapshots.save({"w": rank}, 8)
+        said.append(sorted(key.step for key in snapshots._cache.wanted()))
+        return said
+
+    first, second = Ranks(2).run(served, save, every=0)
+    # The script says that step 4 is not to go there.
+    assert first == second == [[], [], [], [], [5], [5], [5], [5]]

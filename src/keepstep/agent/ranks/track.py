@@ -303,6 +303,11 @@ class RankTrack:
             self._note([found])
         return found
 
+    def forget_standstill(self) -> None:
+        """Begin anew with how long the rank stands still."""
+        self.standing.pop("hang", None)
+        self.watch.hang.stuck = None
+
     def usual_operations(self) -> set[tuple[int, ...]]:
         """The operations of the latest iterations, by the fields in `USUAL`."""
         latest = list(self._cuts)[-_CUTS_COMPARED:]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
+from keepstep.agent.sensors.activity import Suspect
 from keepstep.agent.sensors.processes import STOPPED, ProcessId, state_of
 from keepstep.agent.sensors.unseen_nccl import NcclRecords
 from keepstep.core.summary import GroupInfo
 from keepstep.ring import RingHeader
 
+_SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected
 _STEADY_STEPS = 4  # steps after which a rank calls as often as it always will
 
 
@@ -41,6 +43,19 @@ class WatchedRing:
     def counts(self) -> int:
         """Changes with every call that begins, whoever records it, and with every end that the probe records."""
         return self.track.progress + (self.header.written if self.header is not None else 0)
+
+    def base(self) -> tuple[int, int, int] | None:
+        """Its last iteration, the optimizer steps until then, and those of one iteration; None: that is not known."""
+        cutter = self.track.cutter
+        until, before = cutter.steps_at_end_of(cutter.step), cutter.steps_at_end_of(cutter.step - 1)
+        if until is None or before is None:
+            return None
+        return cutter.step, until, max(until - before, 1)
+
+    def forget_standstill(self) -> None:
+        """Begin anew with how long it stands still."""
+        self.next_telling_ns = 0
+        self.track.forget_standstill()
 
     def forget_groups(self) -> None:
         """Another process writes its ring."""
@@ -71,6 +86,20 @@ class WatchedRing:
         state = self.process_state()
         self.stopped_since_ns = (self.stopped_since_ns or now_ns) if state in STOPPED else 0
         return state
+
+
+def suspects(rings: Iterable[WatchedRing], now_ns: int) -> dict[int, Suspect]:
+    """The ranks' processes that make no progress, though they do not wait for others."""
+    return {
+        ring.rank: Suspect(
+            ring.process, tuple(dict.fromkeys((ring.process.pid, ring.track.thread))), ring.track.progress
+        )
+        for ring in rings
+        if ring.process is not None
+        and not ring.ended
+        and now_ns - ring.track.last_progress_ns > _SUSPECT_NS
+        and (not ring.track.waiting or ring.stopped_since_ns)
+    }
 
 
 def having_devices(rings: Iterable[WatchedRing]) -> dict[int, tuple[int, int]]:

@@ -9,12 +9,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.agent.services.node_backups import NeighbourSource, NodeBackups, unexpected
+from keepstep.agent.services.ordered_step import OrderedStep
 from keepstep.checkpoint.memory.cache_server import STORAGE_TROUBLE, claim
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.incoming import StateSource
@@ -27,7 +28,7 @@ from keepstep.checkpoint.storage.persist_plan import PersistPlan
 from keepstep.checkpoint.storage.source import StorageSource
 from keepstep.core.errors import CheckpointError
 from keepstep.core.own_folders import write_whole
-from keepstep.wire.messages import MOST_NOTICES, KeptSteps
+from keepstep.wire.messages import MOST_NOTICES, KeptSteps, Message, Persist
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -68,8 +69,13 @@ class Place:
 class Checkpoints:
     """Restore service and persister of one node. If there are ``backups``, other nodes are asked before storage."""
 
-    def __init__(self, place: Place, backups: NodeBackups | None = None) -> None:
-        """Raises KeepstepError if this installation cannot use the storage."""
+    def __init__(
+        self,
+        place: Place,
+        backups: NodeBackups | None = None,
+        send: Callable[[Message], None] = lambda message: None,
+    ) -> None:
+        """``send`` takes messages for the controller. Raises KeepstepError if the storage cannot be used here."""
         self._place, self._backups = place, backups
         self.states = backups.states if backups else CachedStates(place.cache, place.ranks)
         sources: list[StateSource] = [NeighbourSource(backups)] if backups else []
@@ -81,6 +87,9 @@ class Checkpoints:
             self._persister = Persister(plan, storage, self.states.source, world_size=place.world_size)
         service = RestoreService(place.ranks, sources, self.states)
         self._service = RestoreServer(restore_address(place.cache), service)
+        self._ordered = OrderedStep(
+            self.states, place.ranks, place.node_rank, send, has_storage=bool(place.storage)
+        )
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keepstep-checkpoints", daemon=True)
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
@@ -105,10 +114,15 @@ class Checkpoints:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
+    def order(self, order: Persist) -> None:
+        """Take an operator's order to bring a step to storage; it is carried out at the next look."""
+        self._ordered.take(order)
+
     def look(self) -> None:
         """Order newly sealed steps to be written, and release the cached steps that are on storage."""
         self._look_at_kept()
         if self._persister is None:
+            self._ordered.look(None, (), ())
             self._tell((), None)
             return
         for key, rank in self._persister.damaged():
@@ -116,6 +130,7 @@ class Checkpoints:
                 logger.error("%s of rank %d is damaged in the cache, and given up", key_text(key), rank)
         wished = self.states.wished()
         whole = self._persister.whole
+        self._ordered.look(whole, wished, self._persister.troubles())
         for key in sorted(key for key in wished if whole and key in whole):
             logger.info("%s is on storage %s", key_text(key), self._place.storage)
             self.states.release(key)

@@ -194,6 +194,14 @@ class Board:
         """The key of the last `doubt`."""
         return Key.unpack(self._words[_KEEP + 2])
 
+    def order(self, key: Key | None) -> None:
+        """Have the first snapshot from ``key`` on brought to storage, which an operator wants; None: no one."""
+        self._words[_KEEP + 3] = key.pack() if key else 0
+
+    def ordered(self) -> Key | None:
+        """The key of the last `order`."""
+        return Key.unpack(self._words[_KEEP + 3])
+
     def close(self) -> None:
         """Unmap the board."""
         self._words.release()

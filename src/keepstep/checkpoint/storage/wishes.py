@@ -36,6 +36,7 @@ class Wishes:
         self._owed = (
             False  # whether a step was asked for when none could be taken on, so that the next one is
         )
+        self._obeyed: Key | None = None  # the last order of an operator that was followed
         self._unkept: Key | None = None  # the step that was to go to storage but could not be saved here
         self._alone: dict[Key, float] = {}  # since when a step waits for storage here, but not on all ranks
 
@@ -50,9 +51,12 @@ class Wishes:
     def takes_on(self, key: Key, persist: bool | None, unmet: Callable[[], object]) -> bool:
         """Whether all ranks bring the step to storage: it is due or asked for, and each rank has a slot to spare.
 
-        One that is asked for with ``persist`` waits for a slot for a step's time; then the next save takes its place.
+        One that is asked for with ``persist``, or by an operator, waits for a slot for a step's time; then the next
+        save takes its place.
         ``unmet`` is called where not all ranks are here. `kept` must be called once the step is in its slot.
         """
+        if persist is None and self._is_ordered(key):
+            persist = True
         if persist is False or not (persist or self._owed or self._cadence.due(key.step)):
             return False
         if not self._matches.meet(f"store/{key.step}", self._pace.patience_s):
@@ -76,6 +80,16 @@ class Wishes:
                 self._put_off(persist)
                 return False
             time.sleep(_POLL_S)
+
+    def _is_ordered(self, key: Key) -> bool:
+        """Whether an operator wants the first step from an earlier one on, and this is that."""
+        ordered = self._cache.board.ordered()
+        if ordered is None or ordered == self._obeyed:
+            return False
+        if key.incarnation != ordered.incarnation or key < ordered:
+            return False
+        self._obeyed = ordered
+        return True
 
     def _put_off(self, persist: bool | None) -> None:
         """Leave a step that was asked for to the next save; where there is none, the end of the run makes up for it."""

@@ -41,9 +41,13 @@ class Desk:
     validations: Validations
     rank_moves: RankMoves  # has ranks play on other nodes
     register: Register  # gives incidents their numbers, and publishes them
-    patience: Patience  # with processes that hang
     words: JobWords  # what ranks and kernels have said
     unix_s: Callable[[float], float]  # Unix time of a moment on the controller's clock
+
+    @property
+    def patience(self) -> Patience:
+        """How long processes that hang are left alone."""
+        return self.register.patience
 
     def evidence(self, now_s: float, **known: Any) -> Evidence:
         """Evidence for the locators: what is ``known``, with the job's groups, nodes, clocks and host causes.

@@ -11,7 +11,7 @@ from keepstep.control.effects import Effect, Say, Send, Tell, WriteIncident
 from keepstep.control.incidents.hang_evidence import END_HUNG, Patience, blamed_by, hang_outlook
 from keepstep.control.incidents.talk import Saying, Talk
 from keepstep.control.membership.reforming import Reforming
-from keepstep.control.settings import Settings
+from keepstep.control.running.thresholds import LiveSettings
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Action, Incident
 from keepstep.core.summary import RankState
@@ -32,10 +32,9 @@ class Register:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LiveSettings,
         cluster: Cluster,
         reforming: Reforming,
-        patience: Patience,
         effects: list[Effect],
         unix_s: Callable[[float], float],
     ) -> None:
@@ -45,12 +44,17 @@ class Register:
         self.version = 0  # how many changes of incidents there were
         self._versions: dict[int, int] = {}  # of the last incidents, by number
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
-        self._patience, self._talk = patience, Talk()
+        self._talk = Talk()
         self._effects, self._unix_s = effects, unix_s
         self._changes: deque[int] = deque(maxlen=64)  # steps at which a slowdown began or ended
         self.ended: dict[
             int, tuple[int, int | None]
         ] = {}  # incident and step in which a hung rank was ended last
+
+    @property
+    def patience(self) -> Patience:
+        """How long processes that hang are left alone now."""
+        return Patience(self._settings.now.hang_patience_s, self._settings.now.stopped_patience_s)
 
     def restore(self, incident: Incident) -> None:
         """Take over an incident that an earlier controller of this run published."""
@@ -130,7 +134,7 @@ class Register:
         states: Mapping[int, RankState],
     ) -> tuple[str, float | None]:
         """What will be done about an open incident if nothing changes, and in how many seconds."""
-        settings = self._settings
+        settings = self._settings.now
         if incident.kind == "slow":
             return _OUTLOOK[settings.mitigate], None
         if incident.kind in ("crash", "corrupt") or standing is None:
@@ -141,7 +145,7 @@ class Register:
         if self._reforming.restarts >= settings.max_restarts:
             return "none: no restart is left", None
         blamed, why_not = blamed_by(incident, standing, self._cluster.known_ranks, self.ended)
-        return hang_outlook(blamed, states, self._patience) if blamed else (f"none: {why_not}", None)
+        return hang_outlook(blamed, states, self.patience) if blamed else (f"none: {why_not}", None)
 
     def _note(self, incident: Incident) -> None:
         self.version += 1

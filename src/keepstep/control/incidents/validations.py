@@ -239,7 +239,7 @@ class ValidationCase:
 class Validations:
     """Runs one validation at a time, and refuses others meanwhile.
 
-    ``standstill``: why no rank can be held now, "" while the job runs; ``is_wanted``: operators and cases may ask.
+    ``standstill``: why no rank can be held now, "" while the job runs; ``is_wanted()``: cases may ask, too.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Validations:
         standstill: Callable[[], str],
         effects: list[Effect],
         *,
-        is_wanted: bool,
+        is_wanted: Callable[[], bool],
     ) -> None:
         self._cluster, self._agents, self._standstill = cluster, agents, standstill
         self._effects, self._is_wanted = effects, is_wanted
@@ -266,7 +266,7 @@ class Validations:
         self, groups: Sequence[Sequence[int]], tell: _Told, is_closed: Callable[[], bool], now_s: float
     ) -> bool:
         """Test these groups for a case until it ``is_closed``; False: not now."""
-        if not self._is_wanted or self.under_way or self._standstill():
+        if not self._is_wanted() or self.under_way or self._standstill():
             return False
         self._case, self._tell = ValidationCase(self._cluster, self._agents, groups, now_s), tell
         self._withdrawn = lambda peers: "the slowness has gone away" if is_closed() else ""
@@ -309,10 +309,10 @@ class Validations:
             self._case.tick(now_s)
         self._finish(now_s)
 
-    def end(self, now_s: float) -> None:
-        """Call off the validation that is under way, as the job has ended."""
+    def end(self, now_s: float, why: str = "the job ended") -> None:
+        """Call off the validation that is under way, and say ``why``."""
         if self._case is not None:
-            self._case.call_off("the job ended")
+            self._case.call_off(why)
             self._finish(now_s)
 
     def _finish(self, now_s: float) -> None:

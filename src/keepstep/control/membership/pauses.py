@@ -46,6 +46,11 @@ class Pause:
     is_impossible: bool = False  # some rank seals no such step
 
     @property
+    def is_remedy(self) -> bool:
+        """Whether keepstep itself wants it, because something is wrong."""
+        return self.peer is None and self.verb != "grow"
+
+    @property
     def moves_ranks(self) -> bool:
         """Whether ranks are to play on other nodes."""
         return bool(self.exchange or self.unfit)

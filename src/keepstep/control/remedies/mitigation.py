@@ -8,7 +8,7 @@ was expected of it and what it did; it is taken back when the cause is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +31,7 @@ from keepstep.wire.packed import iterations_of
 if TYPE_CHECKING:
     from keepstep.mitigate import Planner, Remedy, Replicas
 
-Mode = Literal["off", "advise", "auto"]
+Mode = Callable[[], Literal["off", "advise", "auto"]]  # what is to be done about slowdowns now
 MICROBATCHES = "S2, micro-batches"
 
 _LEAST_STEPS, _MOST_STEPS = 2, 8  # steps that a look takes into account
@@ -102,7 +102,7 @@ class Mitigation:
 
     def tick(self, cases: Sequence[SlowCase], now_s: float) -> None:
         """Let time pass. ``cases``: the slowdowns that are open."""
-        if self._mode == "off":
+        if self._rests:
             return
         self._cases = [case for case in cases if case.incident is not None]
         self._undecided = len(self._cases) < len(cases)
@@ -128,6 +128,11 @@ class Mitigation:
             self._leave_out(missing)
         else:
             self._ask(now_s)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing is done: an operator wants it so, and shares that are in force stay as they are."""
+        return self._mode() == "off" or (self._mode() == "advise" and self.shares.in_force)
 
     def _tick_moves(self, now_s: float) -> None:
         if self._moved is not None and not self._moved.halted and self._open.standstill():
@@ -155,7 +160,7 @@ class Mitigation:
         """Decide with the iterations that agents have sent."""
         self.question = None
         rows = iterations_of(answers)
-        if not len(rows):
+        if not len(rows) or self._rests:
             return
         traffic = [one for answer in answers for one in answer.traffic if is_traffic(one)]
         import numpy as np
@@ -244,7 +249,7 @@ class Mitigation:
             self._move(move, chosen, look, now_s)
             return
         action = Action(MICROBATCHES, chosen.cost_s, shares_in_words(best), iteration_s, best_s)
-        if self._mode == "advise":
+        if self._mode() == "advise":
             planner.refused(MICROBATCHES)
             self._note(replace(action, name=f"advised: {MICROBATCHES}"))
         else:
@@ -253,7 +258,7 @@ class Mitigation:
     def _move(self, move: Move, remedy: Remedy, look: Look, now_s: float) -> None:
         assert self._planner is not None
         action = Action(move.name, remedy.cost_s, move.told(), look.iteration_s, remedy.iteration_s)
-        if self._mode == "advise":
+        if self._mode() == "advise":
             self._planner.refused(move.name)
             self._note(replace(action, name=f"advised: {move.name}"))
         elif refused := move.order(now_s):
@@ -431,9 +436,8 @@ class Mitigation:
         self._note(action)
 
     def _note(self, action: Action, instead: Action | None = None) -> None:
-        for place, case in enumerate(
-            case for case in self._cases if case.treated or not self.shares.in_force
-        ):
+        cases = [case for case in self._cases if case.treated or not self.shares.in_force]
+        for place, case in enumerate(cases):
             case.acted(action, instead, say=place == 0)
 
     # --- ordering -------------------------------------------------------------------------------------------------

@@ -31,12 +31,14 @@ _CONTENT = (
     "ranks.msgpack",
     "placement.json",
     "stop.json",
+    "standing.json",
     *(f"council-{term}{end}" for term in range(1, 100) for end in (".json", ".stop.json")),
     "end.json",
     "controller.log",
     "incidents",
     "nodes",
     "rings",
+    "traces",
     "logs",
 )
 

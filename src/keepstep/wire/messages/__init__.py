@@ -13,6 +13,7 @@ from keepstep.wire.messages.limits import *
 from keepstep.wire.messages.looking import *
 from keepstep.wire.messages.membership import *
 from keepstep.wire.messages.orders import *
+from keepstep.wire.messages.running import *
 from keepstep.wire.messages.watching import *
 
 AgentMessage = (
@@ -32,12 +33,15 @@ AgentMessage = (
     | Families
     | Checksums
     | Words
+    | Standing
+    | RankTraces
+    | Persisting
     | Bye
 )
 LauncherMessage = (
     Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Imports | Words | Ended | Bye
 )
-ClientMessage = Hello | Validate | Operate | Moved | Look | Bye
+ClientMessage = Hello | Validate | Operate | Tune | Watch | TraceSteps | PersistNow | Moved | Look | Bye
 ViewerMessage = Hello | Look | Follow | Bye
 ToController = AgentMessage | LauncherMessage | ClientMessage | ViewerMessage
 ToViewer = Overview | Followed | Moved | Refused
@@ -65,6 +69,11 @@ ToNode = (
     | Operated
     | Overview
     | SaveRings
+    | Standing
+    | TraceRanks
+    | Persist
+    | Tuned
+    | Traced
     | Imports
     | Stop
     | Renamed

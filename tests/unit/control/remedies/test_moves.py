@@ -83,7 +83,7 @@ class Job:
         self.desk, self.case = Desk(spares), Case(culprit)
         self.now_s, self.step, self.iteration_s = 100.0, 60, SLOW_S
         self.incarnation, self.closed, self.renewed_s = 0, False, 0.0
-        self.mitigation = Mitigation(self.desk, mode, self, RUNNING)  # type: ignore[arg-type]
+        self.mitigation = Mitigation(self.desk, lambda: mode, self, RUNNING)  # type: ignore[arg-type]
 
     def run(self, steps: int, until: Callable[[], bool] = lambda: False) -> None:
         for _ in range(steps):

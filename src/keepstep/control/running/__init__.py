@@ -1,0 +1,1 @@
+"""What an operator orders of a job that goes on training: thresholds, watching, traces, a step on storage."""
