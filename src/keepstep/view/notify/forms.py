@@ -16,7 +16,7 @@ SIGNATURE = "X-Keepstep-Signature"
 
 # Slack cuts or refuses longer texts.
 _MOST_TITLE, _MOST_BLOCK, _MOST_LINES = 3000, 3000, 40
-_COLOURS = {"info": ":white_circle:", "warning": ":large_orange_circle:", "critical": ":red_circle:"}
+_ICONS = {"info": ":white_circle:", "warning": ":large_orange_circle:", "critical": ":red_circle:"}
 
 
 def webhook_body(notice: Notice) -> bytes:
@@ -41,8 +41,12 @@ def slack_body(notice: Notice) -> bytes:
     All of a run's own words are in plain text, in which nothing mentions anybody, links or formats.
     """
     title, *lines = text_lines(notice)
-    icon = _COLOURS[notice.severity]
-    blocks: list[dict[str, Any]] = [_section(f"{icon} {notice.severity}", title)]
+    icon = _ICONS[notice.severity]
+    label = {"type": "mrkdwn", "text": f"{icon} {notice.severity}"}
+    blocks: list[dict[str, Any]] = [
+        {"type": "context", "elements": [label]},
+        {"type": "section", "text": _plain_text(title)},
+    ]
     shown = "\n".join(lines[:_MOST_LINES])
     if shown:
         blocks.append({"type": "section", "text": _plain_text(shown)})
@@ -55,10 +59,6 @@ def slack_body(notice: Notice) -> bytes:
             "blocks": blocks,
         }
     )
-
-
-def _section(label: str, title: str) -> dict[str, Any]:
-    return {"type": "section", "text": {"type": "mrkdwn", "text": label}, "fields": [_plain_text(title, 2000)]}
 
 
 def _plain_text(text: str, longest: int = _MOST_BLOCK) -> dict[str, Any]:

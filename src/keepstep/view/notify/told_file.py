@@ -27,7 +27,8 @@ def folders_for(run: Path, environ: Mapping[str, str]) -> list[Path]:
     named, home = environ.get("XDG_STATE_HOME"), home_folder(environ)
     state = Path(named) if named and os.path.isabs(named) else home / ".local" / "state" if home else None
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:16]
-    return [real / "notified", *([state / "keepstep" / "notified" / digest] if state else [])]
+    own = [state.resolve() / "keepstep" / "notified" / digest] if state else []
+    return [real / "notified", *own] if real.is_dir() else own
 
 
 class ToldFile:
@@ -39,6 +40,7 @@ class ToldFile:
         self._folders = folders
         self._path: Path | None = None
         self._lock = -1
+        self._kept = b""
         self.trouble = ""  # why what was told is not kept, or told again
 
     def take_over(self) -> Told | None:
@@ -79,11 +81,12 @@ class ToldFile:
 
     def keep(self, told: Told) -> None:
         """Write what was told. Where that fails, as on a full disk, ``trouble`` says so and telling goes on."""
-        if self._path is None:
+        content = told_to_json(told)
+        if self._path is None or content == self._kept:
             return
         try:
-            write_whole(self._path, told_to_json(told))
-            self.trouble = ""
+            write_whole(self._path, content)
+            self._kept, self.trouble = content, ""
         except OSError as error:
             self.trouble = f"{self._path}: {error.strerror}: after a restart it is told again"
 
