@@ -19,6 +19,7 @@ VERBS = {
     "check": "Say whether this node, or all nodes of a job to be, are fit to train.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
+    "serve": "Show a run as a page in a browser, live or ended, and its metrics to Prometheus.",
     "ctl": "Suspend, resume, restart or stop a running job by hand.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",

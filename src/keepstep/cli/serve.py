@@ -7,11 +7,18 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from keepstep.cli._parsing import Parser
 from keepstep.core.errors import UsageError
 from keepstep.core.log_lines import one_line
-from keepstep.view.source import open_source
+from keepstep.view.source import RunSource, open_source
+
+if TYPE_CHECKING:
+    import socket
+    import ssl
+
+    from keepstep.view.web.access import Access
 
 _ABOUT = (
     "Show a run as a page, live or after its end, with its metrics for Prometheus under /metrics. The server only "
@@ -73,14 +80,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _serve(source, run, access, bound, tls) -> None:
+async def _serve(
+    source: RunSource, run: str, access: Access, bound: socket.socket, tls: ssl.SSLContext | None
+) -> None:
     from keepstep.view.web.app import Served, make_app, metrics_of_this_install
     from keepstep.view.web.feed import Feed
     from keepstep.view.web.serving import WebServer
 
     folder = next((one for one in (Path(run), Path("runs") / run) if (one / "run.json").is_file()), None)
-    feed = Feed(source, run)
-    served = Served(feed, access, folder, metrics_of_this_install(), tls=tls is not None)
+    served = Served(Feed(source, run), access, folder, metrics_of_this_install(), tls=tls is not None)
     server = WebServer(make_app(served), tls=tls)
     with server.quiet():
         await server.serve([bound])

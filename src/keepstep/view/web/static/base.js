@@ -7,12 +7,14 @@ window.keepstep = (() => {
     for (const [name, value] of Object.entries(attributes || {})) {
       if (value === null || value === undefined || value === false) continue;
       if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-      else made.setAttribute(name, value === true ? "" : String(value));
+      else made.setAttribute(name, value === true && !name.startsWith("aria-") ? "" : String(value));
     }
-    made.append(...children.flat().filter((child) => child !== null && child !== undefined).map((child) =>
+    made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined).map((child) =>
       child instanceof Node ? child : document.createTextNode(String(child))));
     return made;
   }
+  // In place of what is in an element; null stands for nothing.
+  const put = (into, ...children) => { into.replaceChildren(); return fill(into, null, children); };
   // Whatever comes from the job becomes a text node: it is never read as HTML.
   const el = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
   const svg = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
@@ -56,10 +58,10 @@ window.keepstep = (() => {
 
   // Colours of ratios: blue is faster than usual, grey is usual, orange to dark red is slower. Told apart by people
   // who see no red or green, and in grey by their lightness.
-  const LIGHT = [[0.25, [8, 64, 129]], [0.5, [43, 108, 176]], [0.85, [170, 200, 230]], [1, [238, 238, 235]],
-    [1.1, [250, 225, 190]], [1.35, [246, 173, 85]], [2, [217, 95, 14]], [4, [127, 39, 4]]];
-  const DARK = [[0.25, [144, 205, 244]], [0.5, [66, 135, 200]], [0.85, [38, 66, 96]], [1, [44, 46, 52]],
-    [1.1, [84, 62, 38]], [1.35, [158, 98, 30]], [2, [245, 150, 50]], [4, [255, 225, 160]]];
+  const LIGHT = [[0.25, [8, 64, 129]], [0.5, [43, 108, 176]], [0.85, [170, 200, 230]], [0.96, [238, 238, 235]],
+    [1.05, [238, 238, 235]], [1.12, [250, 225, 190]], [1.35, [246, 173, 85]], [2, [217, 95, 14]], [4, [127, 39, 4]]];
+  const DARK = [[0.25, [144, 205, 244]], [0.5, [66, 135, 200]], [0.85, [38, 66, 96]], [0.96, [44, 46, 52]],
+    [1.05, [44, 46, 52]], [1.12, [84, 62, 38]], [1.35, [158, 98, 30]], [2, [245, 150, 50]], [4, [255, 225, 160]]];
   const isDark = () => {
     const chosen = document.documentElement.dataset.theme;
     return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -116,6 +118,6 @@ window.keepstep = (() => {
     el("li", null, mark, " ", text)));
   const tellsBelow = (id, text) => el("p", { id, class: "tells", role: "status", "aria-live": "polite" }, text);
 
-  return { el, svg, line, seconds, bytesPerSecond, clock, count, number, colourOf, rgb, inkOn, token, isDark,
+  return { el, svg, put, line, seconds, bytesPerSecond, clock, count, number, colourOf, rgb, inkOn, token, isDark,
     addPicture, redraw, redrawAll, changed, pictures, legend, tellsBelow, state: {}, chosen: null };
 })();

@@ -16,10 +16,12 @@
       return;
     }
     const lost = job.loss_now_steps;
-    const worst = nodes.lost_steps.filter(([steps]) => steps === nodes.lost_steps[nodes.lost_steps.length - 1][0]);
-    box.replaceChildren(
+    const worst = nodes.lost_steps[nodes.lost_steps.length - 1];
+    const named = nodes.rows.find((row) => lossOf(row, job.newest_step) === worst?.[0]);
+    const who = !worst ? "" : worst[1] === nodes.count ? "any node" : worst[1] === 1 && named ? line(named.name) : `one of ${worst[1]} nodes`;
+    K.put(box,
       el("p", { class: "big" }, "Loss now: ", el("strong", null, lost === null ? "not known" : K.count(lost, "step")),
-        lost !== null && worst.length ? ` if ${worst[0][1] === nodes.count ? "any node" : `one of ${K.count(worst[0][1], "node")}`} died` : ""),
+        lost !== null && who ? ` if ${who} died` : ""),
       job.backup_trouble ? el("p", { class: "trouble" }, `Not backed up: ${line(job.backup_trouble)}`) : null,
       el("div", { class: "bar" }, K.legend(...Object.keys(MARKS).map((what) => [svg("svg", { width: 14, height: 14, viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(what)), MARKS[what][1]]))),
       picture(nodes, job),
@@ -36,7 +38,7 @@
     const x = (lag) => width - right - Math.log1p(Math.max(lag, 0)) / Math.log1p(most) * (width - left - right - 8);
     const height = nodes.rows.length * ROW + 24;
     const drawing = svg("svg", { width, height, role: "img", "aria-label": `Steps kept by node, newest step ${newest}; the same as a table follows` });
-    for (const lag of [0, 1, 3, 10, 30, 100, 300, 1000].filter((lag) => lag <= most)) {
+    for (const lag of (width < 480 ? [0, 3, 30, 300] : [0, 1, 3, 10, 30, 100, 300, 1000]).filter((lag) => lag <= most)) {
       drawing.append(svg("line", { x1: x(lag), x2: x(lag), y1: 0, y2: height - 20, class: "grid" }), svg("text", { x: x(lag), y: height - 5, class: "tick", "text-anchor": "middle" }, lag ? `−${lag}` : "newest"));
     }
     nodes.rows.forEach((row, at) => {

@@ -129,7 +129,7 @@
     const dpr = Math.min(devicePixelRatio || 1, 2);
     if (canvas.width !== Math.round(width * dpr)) canvas.width = Math.round(width * dpr);
     if (canvas.height !== Math.round(height * dpr)) canvas.height = Math.round(height * dpr);
-    const g = canvas.getContext("2d");
+    const g = canvas.getContext("2d", { willReadFrequently: true });
     g.setTransform(dpr, 0, 0, dpr, 0, 0);
     g.clearRect(0, 0, width, height);
     if (tile && tile.rows && tile.columns) paintCells(g, w, h);
@@ -148,7 +148,7 @@
     }
     const image = new ImageData(columns, rows), pixels = new Uint32Array(image.data.buffer);
     for (let at = 0; at < cells.length; at++) pixels[at] = table[cells[at]];
-    small.getContext("2d").putImageData(image, 0, 0);
+    small.getContext("2d", { willReadFrequently: true }).putImageData(image, 0, 0);
     g.imageSmoothingEnabled = false;
     // The tile may be of another window than is shown now: it is put where it belongs.
     const x = LEFT + (tile.column0 - view.column0) / (view.column1 - view.column0) * w;

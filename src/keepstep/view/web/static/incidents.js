@@ -122,7 +122,7 @@
       one.slowdown ? `job ×${one.slowdown.toFixed(2)}` : "", one.lost_s ? `cost ${K.seconds(one.lost_s)} so far` : "",
       one.saved_s ? `saved ${K.seconds(one.saved_s)}` : "", one.status].filter(Boolean).join(", ");
     tells.textContent = `#${one.number} ${one.kind}: ${line(one.who) || "nobody is blamed"}; ${facts}`;
-    details.replaceChildren(el("details", { open: details.firstChild?.open }, el("summary", null, `What happened in #${one.number}, in order`),
+    K.put(details, el("details", { open: details.firstChild?.open }, el("summary", null, `What happened in #${one.number}, in order`),
       el("ol", { class: "moments" }, moments(one).map(([what, unix, text]) => el("li", null, key(what), " ", el("time", null, K.clock(unix)), " ", text))),
       one.next ? el("p", null, "Next: ", line(one.next)) : null,
       el("p", null, "All evidence: ", el("code", { tabindex: 0 }, `keepstep report ${line(K.state.job?.run)} ${one.number}`))));

@@ -19,16 +19,16 @@
       return;
     }
     const worst = [...links.rows].sort((a, b) => ratioOf(b) - ratioOf(a))[0], name = namer(links);
-    content.replaceChildren(
+    K.put(content,
       el("p", { class: "caption" }, ratioOf(worst) > 1.25 ? `Slowest against its usual: ${name(worst[0])} to ${name(worst[1])}, ${K.bytesPerSecond(worst[2])} instead of ${K.bytesPerSecond(worst[3])}.` : "All as fast as usual.",
         links.of_nodes > links.nodes.length ? ` The ${links.nodes.length} nodes with the worst links of ${K.number(links.of_nodes)}.` : ""),
-      matrix(links));
+      matrix(links), el("p", { class: "keys" }, "Rows send, columns receive. A dot or ÷: slower than usual, by how much."));
     tell();
   }
   const namer = (links) => { const names = new Map(links.nodes); return (node) => line(names.get(node) ?? `node ${node}`); };
   function matrix(links) {
     const n = links.nodes.length, width = box.clientWidth, left = Math.min(Math.max(...links.nodes.map(([, name]) => name.length * 7)) + 12, width * 0.35);
-    const size = Math.max(Math.min((width - left - 4) / n, 56), 9), top = n <= 10 ? 22 : 8, height = top + n * size + 26;
+    const size = Math.max(Math.min((width - left - 4) / n, 56), 9), top = n <= 10 ? 22 : 8, height = top + n * size + 4;
     const drawing = svg("svg", { width, height, role: "application", "aria-roledescription": "matrix", tabindex: 0, "aria-label": "Links: rows send, columns receive", "aria-describedby": "link-tells", onkeydown: move });
     const place = new Map(links.nodes.map(([node], at) => [node, at]));
     const by = new Map(links.rows.map((row) => [`${row[0]} ${row[1]}`, row]));
@@ -45,8 +45,7 @@
         else if (row && ratioOf(row) > 1.5) drawing.append(svg("circle", { cx: x + size / 2, cy: y + size / 2, r: Math.max(size / 8, 1.5), fill: K.inkOn(colour) }));
       }
     });
-    drawing.append(svg("rect", { id: "link-cursor", x: 0, y: 0, width: size, height: size, class: "cursor", visibility: "hidden" }),
-      svg("text", { x: left, y: height - 8, class: "tick" }, "rows send, columns receive; a dot or ÷: slower than usual"));
+    drawing.append(svg("rect", { id: "link-cursor", x: 0, y: 0, width: size, height: size, class: "cursor", visibility: "hidden" }));
     drawing.dataset.at = JSON.stringify([left, top, size]);
     return drawing;
   }

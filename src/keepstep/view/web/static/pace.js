@@ -46,7 +46,7 @@
       scales: { x: { time: false }, s: { range: (u, low, high) => [0, (high || 1) * 1.1] }, lost: { range: [0, 1] } },
       axes: [axis({ values: (u, all) => all.map((v) => (Number.isInteger(v) ? String(v) : "")) }),
         axis({ scale: "s", size: 64, values: (u, all) => all.map((v) => K.seconds(v)) }),
-        axis({ scale: "lost", side: 1, size: 46, grid: { show: false }, values: (u, all) => all.map((v) => `${Math.round(v * 100)} %`) })],
+        axis({ scale: "lost", side: 1, size: 58, grid: { show: false }, values: (u, all) => all.map((v) => `${Math.round(v * 100)} %`) })],
       series: [{ label: "step" },
         { label: "iteration", scale: "s", stroke: K.token("--cool"), width: 2, points: { size: 4 } },
         { label: "lost", scale: "lost", stroke: K.token("--warm"), width: 1.5, dash: [6, 4], points: { show: false } }],

@@ -11,7 +11,7 @@
     const all = withRecovery();
     if (!all.length) {
       const end = K.state.job?.end;
-      box.replaceChildren(el("p", { class: "none" }, `No recovery in this run: ${end ? "nothing was restarted." : "nothing had to be restarted so far."}`));
+      K.put(box, el("p", { class: "none" }, `No recovery in this run: ${end ? "nothing was restarted." : "nothing had to be restarted so far."}`));
       return;
     }
     const chosen = K.incident(K.chosen);
@@ -20,7 +20,7 @@
     const place = all.findIndex((one) => one.number === at), one = all[place], found = one.recovery;
     const step = (by) => () => { at = all[place + by].number; K.chooseIncident(at); };
     const how = [found.standbys ? `${K.count(found.standbys, "rank")} taken over by standbys` : "", found.survived ? `${K.count(found.survived, "process", "processes")} went on` : ""].filter(Boolean);
-    box.replaceChildren(
+    K.put(box,
       el("p", { class: "caption" }, `Training again ${K.seconds(found.seconds)} after rank ${found.rank} ${line(found.what)} (incident #${one.number}, incarnation ${found.incarnation}${how.length ? `; ${how.join(", ")}` : ""}).`),
       all.length > 1 ? el("div", { class: "bar" }, el("button", { type: "button", disabled: place === 0, onclick: step(-1) }, "Earlier"),
         el("button", { type: "button", disabled: place === all.length - 1, onclick: step(1) }, "Later"), `${place + 1} of ${all.length}`) : null,
@@ -32,8 +32,9 @@
     const x = (s) => left + s / total * (width - left - 70);
     const text = found.phases.map(([name, s]) => `${line(name)} ${K.seconds(s)}`).join(", ");
     const drawing = svg("svg", { width, height, role: "img", "aria-label": `Phases of the recovery: ${text}` });
-    for (let i = 0; i <= 4; i++) {
-      const s = total * i / 4;
+    const ticks = width - left < 330 ? 2 : 4;
+    for (let i = 0; i <= ticks; i++) {
+      const s = total * i / ticks;
       drawing.append(svg("line", { x1: x(s), x2: x(s), y1: 0, y2: height - 20, class: "grid" }), svg("text", { x: x(s), y: height - 5, class: "tick", "text-anchor": "middle" }, K.seconds(s)));
     }
     let from = 0;
