@@ -1,6 +1,6 @@
 """Serves a run of many ranks that is made up in this process: a step every few seconds, one slow rank, many links.
 
-    python -m benchmarks.operate.large_run PORT RANKS [SECONDS_PER_STEP]
+python -m benchmarks.operate.large_run PORT RANKS [SECONDS_PER_STEP]
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import time
 from dataclasses import replace
 
 import numpy as np
+
 from keepstep.core.incident import Culprit, Event, Incident
 from keepstep.core.layout import ParallelLayout
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
+from keepstep.view.tiles import row_order
 from keepstep.view.web.access import Access
 from keepstep.view.web.app import Served, make_app, metrics_of_this_install
 from keepstep.view.web.feed import Feed
@@ -37,6 +39,7 @@ class LargeRun:
         self._steps = 0
         self._began_s = time.time() - _STEPS_BEFORE * step_s
         layout = ParallelLayout.declared(f"tp8-pp16-dp{ranks // 128}")
+        self.samples.arrange(row_order(ranks, layout))
         zeros = np.zeros(ranks, np.float32)
         self._own = self._all = zeros
         self._nodes = ranks // _PER_NODE
@@ -87,7 +90,7 @@ class LargeRun:
                 9e9 * float(self._random.uniform(0.2 if at == 40 else 0.95, 1.0)),
                 9e9,
             )
-            for at in range(0, min(self._nodes, 4096))
+            for at in range(min(self._nodes, 4096))
         )
         onset_s = self._began_s + _SLOW_FROM * self._step_s
         slow = Incident(

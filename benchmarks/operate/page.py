@@ -5,6 +5,7 @@ The run is made up in the serve process (`benchmarks.operate.large_run`), so its
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shutil
@@ -41,11 +42,9 @@ def _free_port() -> int:
 
 def _wait_for(port: int) -> None:
     for _ in range(1200):
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
     raise RuntimeError("the server did not come")
 
 

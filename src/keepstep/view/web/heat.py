@@ -21,7 +21,6 @@ from keepstep.core.layout import ParallelLayout
 from keepstep.core.ranges import fold_ranks
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.tiles import row_order
 from keepstep.view.web.page_content import cut
 
 Made = TypeVar("Made")
@@ -122,8 +121,6 @@ def heat_of(
     snapshot: RunSnapshot, store: SampleStore, lock: threading.Lock, before: HeatMap | None
 ) -> HeatMap:
     """The heat map of a snapshot. The tiles of the one before are kept where nothing was sampled since."""
-    if snapshot.world_size:
-        store.order = row_order(snapshot.world_size, _fitting(snapshot))
     if before is not None and before.version == store.version:
         return HeatMap(snapshot, store, lock, store.version, before.kept)
     return HeatMap(snapshot, store, lock, store.version)

@@ -18,6 +18,7 @@ from keepstep.core.incident import Action, Culprit, Event, Incident, Recovery
 from keepstep.core.layout import ParallelLayout
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
+from keepstep.view.tiles import row_order
 from keepstep.view.web.access import Access
 from keepstep.view.web.app import Exposition, Served, make_app
 from keepstep.view.web.feed import Feed
@@ -49,6 +50,7 @@ class MadeRun:
         self.step = -1
         for _ in range(steps):
             self.make_step()
+        self.samples.arrange(row_order(world, ParallelLayout.declared(f"tp2-pp2-dp{world // 4}")))
 
     def make_step(self) -> None:
         """One more step of all ranks."""
