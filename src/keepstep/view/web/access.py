@@ -83,7 +83,7 @@ def read_token(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UsageError(f"--token-file {path}: {error.strerror}; {_MADE_BY}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(f"--token-file {path}: is no regular file; {_MADE_BY}")
@@ -93,7 +93,9 @@ def read_token(path: Path) -> bytes:
             raise UsageError(
                 f"--token-file {path}: others may read it; `chmod 600 {path}` and make a new token"
             )
-        token = file.read(_MOST_TOKEN_BYTES + 1).strip()
+        token = os.read(descriptor, _MOST_TOKEN_BYTES + 1).strip()
+    finally:
+        os.close(descriptor)
     if len(token) > _MOST_TOKEN_BYTES or not token.isascii() or not token.decode().isprintable():
         raise UsageError(f"--token-file {path}: is no token of printable ASCII in one line; {_MADE_BY}")
     if not _is_strong(token.decode()):

@@ -79,7 +79,8 @@ def make_app(served: Served) -> App:
         Route("/api/events", pages.events),
         Route("/metrics", pages.metrics),
     ]
-    return Gate(Starlette(routes=routes, lifespan=lifespan), served.access)  # type: ignore[arg-type]
+    handlers = {asyncio.TimeoutError: pages.unseen}
+    return Gate(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), served.access)  # type: ignore[arg-type]
 
 
 @cache
@@ -113,6 +114,9 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
+
+    async def unseen(self, request: Request, error: Exception) -> Response:
+        return PlainTextResponse("the run could not be looked at; the server's output says why\n", 503)
 
     async def login(self, request: Request) -> Response:
         """Change the token in the body for a cookie."""

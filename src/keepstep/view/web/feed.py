@@ -27,6 +27,7 @@ _SECOND_RANKS, _SLOW_RANKS = 4096, 32_768  # above these a look takes longer, an
 _INTERVALS_S = (1.0, 2.0, 5.0)
 _ENDED_S = 5.0  # a run that has ended may be begun again in the same folder
 _LOOKED_S = 20.0  # after a request for data somebody is taken to look for so long
+_PATIENCE_S = 60.0  # a first look at a large run takes a while
 _encode = msgspec.json.Encoder().encode
 
 
@@ -108,7 +109,10 @@ class Feed:
                 self._wanted.clear()
                 await self._wanted.wait()
             began_s = self._clock()
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # what is wrong with one look must not end all
+                _LOG.exception("the run could not be looked at")
             # A look that takes long leaves the machine as much time as it took.
             took_s = self._clock() - began_s
             await asyncio.sleep(max(self.interval_s - took_s, took_s))
@@ -122,12 +126,12 @@ class Feed:
         return moment
 
     async def newest(self) -> Moment:
-        """A moment that is not older than two looks."""
+        """A moment that is not older than two looks. Raises asyncio.TimeoutError when the run cannot be looked at."""
         self._want()
         moment = self._moment
         if moment is not None and self._clock() - moment.looked_s <= 2 * self.interval_s:
             return moment
-        return await self._next_after(-1 if moment is None else moment.version)
+        return await asyncio.wait_for(self._next_after(-1 if moment is None else moment.version), _PATIENCE_S)
 
     async def frames(self, seen: int = -1) -> AsyncIterator[bytes]:
         """Server-sent events for one viewer that has the moment ``seen``, the newest each time it can take one."""

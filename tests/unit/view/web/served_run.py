@@ -48,6 +48,7 @@ class MadeRun:
         self.looks = 0
         self._world, self._changes = world, changes
         self.step = -1
+        self._own = self._all = np.zeros(world, np.float32)
         for _ in range(steps):
             self.make_step()
         self.samples.arrange(row_order(world, ParallelLayout.declared(f"tp2-pp2-dp{world // 4}")))
