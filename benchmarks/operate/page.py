@@ -100,7 +100,8 @@ def _in_browser(port: int, process: psutil.Process, picture: Path | None) -> dic
 
         wire.on("Network.dataReceived", count)
         page.goto(f"http://localhost:{port}/")
-        page.wait_for_function("keepstep.heat.tile() !== null")
+        while not page.evaluate("window.keepstep?.heat?.tile() ? true : false"):
+            page.wait_for_timeout(20)
         with_data_s = page.evaluate("performance.now()") / 1e3
         paint_s = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3
         page.wait_for_timeout(1000)

@@ -60,8 +60,17 @@ class Seen:
 
     def open(self, url: str, *, settled: str = SETTLED) -> Any:
         self.page.goto(url)
-        self.page.wait_for_function(settled)
+        until(self.page, settled)
         return self.page
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until it is true. Chromium's own way is an ``eval`` in the page, which its policy forbids."""
+    for _ in range(600):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(expression)
 
 
 @pytest.fixture
@@ -90,7 +99,7 @@ def test_it_goes_on_with_the_run(seen: Seen) -> None:
     with serving(run) as viewer:
         page = seen.open(url_of(viewer))
         run.make_step()
-        page.wait_for_function("keepstep.state.job.newest_step === 40 && keepstep.heat.tile().columns === 41")
+        until(page, "keepstep.state.job.newest_step === 40 && keepstep.heat.tile().columns === 41")
         assert not seen.complaints
 
 
@@ -118,10 +127,10 @@ def test_the_token_is_asked_for(seen: Seen) -> None:
         page = seen.open(url_of(viewer), settled="!document.getElementById('login').hidden")
         page.fill("#token", "wrong")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.getElementById('refused').textContent !== ''")
+        until(page, "document.getElementById('refused').textContent !== ''")
         page.fill("#token", TOKEN.decode())
         page.keyboard.press("Enter")
-        page.wait_for_function(SETTLED)
+        until(page, SETTLED)
         assert page.is_hidden("#login")
 
 
@@ -165,20 +174,18 @@ def test_it_is_used_by_keyboard_alone(seen: Seen) -> None:
         page.focus("#heat canvas")
         page.keyboard.press("Home")
         page.keyboard.press("End")
-        page.wait_for_function("document.getElementById('heat-tells').textContent.includes('rank 0')")
+        until(page, "document.getElementById('heat-tells').textContent.includes('rank 0')")
         for _ in range(3):
             page.keyboard.press("ArrowDown")
-        page.wait_for_function(
-            "document.getElementById('heat-tells').textContent.includes('rank 5 on gpu-2')"
-        )
+        until(page, "document.getElementById('heat-tells').textContent.includes('rank 5 on gpu-2')")
         page.keyboard.press("+")
-        page.wait_for_function("keepstep.heat.view.row1 - keepstep.heat.view.row0 < 8")
+        until(page, "keepstep.heat.view.row1 - keepstep.heat.view.row0 < 8")
         page.keyboard.press("0")
-        page.wait_for_function("keepstep.heat.view.row1 - keepstep.heat.view.row0 === 8")
+        until(page, "keepstep.heat.view.row1 - keepstep.heat.view.row0 === 8")
         page.keyboard.press("i")
         page.focus("#incidents svg[role=listbox]")
         page.keyboard.press("ArrowDown")
-        page.wait_for_function("keepstep.chosen === 1")
+        until(page, "keepstep.chosen === 1")
 
 
 def test_it_fits_a_telephone(browser: Any) -> None:
@@ -199,6 +206,6 @@ def test_one_file_shows_the_same_and_asks_nobody(seen: Seen, tmp_path: Path) -> 
     page.keyboard.press("End")
     for _ in range(3):
         page.keyboard.press("ArrowDown")
-    page.wait_for_function("document.getElementById('heat-tells').textContent.includes('rank 5 on gpu-2')")
+    until(page, "document.getElementById('heat-tells').textContent.includes('rank 5 on gpu-2')")
     assert not seen.complaints
     assert not [url for url in seen.asked if not url.startswith(("file:", "data:"))]

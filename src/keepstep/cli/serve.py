@@ -88,7 +88,8 @@ async def _serve(
     from keepstep.view.web.serving import WebServer
 
     folder = next((one for one in (Path(run), Path("runs") / run) if (one / "run.json").is_file()), None)
-    served = Served(Feed(source, run), access, folder, metrics_of_this_install(), tls=tls is not None)
-    server = WebServer(make_app(served), tls=tls)
+    feed = Feed(source, run)
+    served = Served(feed, access, folder, metrics_of_this_install(), tls=tls is not None)
+    server = WebServer(make_app(served), tls=tls, closing=feed.close)
     with server.quiet():
         await server.serve([bound])

@@ -89,6 +89,7 @@ class Feed:
         self._arrived = asyncio.Event()  # the next moment; a new event for each
         self._wanted = asyncio.Event()
         self._asked_s = -_LOOKED_S
+        self._closed = False
         self.viewers = 0
 
     @property
@@ -117,6 +118,11 @@ class Feed:
             took_s = self._clock() - began_s
             await asyncio.sleep(max(self.interval_s - took_s, took_s))
 
+    def close(self) -> None:
+        """Let go of everybody who waits."""
+        self._closed = True
+        self._arrived.set()
+
     async def look(self) -> Moment:
         """Look once and tell everybody who waits."""
         moment = await asyncio.to_thread(self._looked)
@@ -131,26 +137,34 @@ class Feed:
         moment = self._moment
         if moment is not None and self._clock() - moment.looked_s <= 2 * self.interval_s:
             return moment
-        return await asyncio.wait_for(self._next_after(-1 if moment is None else moment.version), _PATIENCE_S)
+        found = await asyncio.wait_for(
+            self._next_after(-1 if moment is None else moment.version), _PATIENCE_S
+        )
+        if found is None:
+            raise asyncio.TimeoutError
+        return found
 
     async def frames(self, seen: int = -1) -> AsyncIterator[bytes]:
         """Server-sent events for one viewer that has the moment ``seen``, the newest each time it can take one."""
         self.viewers += 1
         self._want()
         try:
-            while True:
+            while not self._closed:
                 moment = self._moment
                 if moment is None or moment.version == seen:
                     moment = await self._next_after(seen)
+                if moment is None:
+                    return
                 yield moment.change_frame if moment.version == seen + 1 else moment.whole_frame
                 seen = moment.version
         finally:
             self.viewers -= 1
 
-    async def _next_after(self, seen: int) -> Moment:
-        while self._moment is None or self._moment.version == seen:
+    async def _next_after(self, seen: int) -> Moment | None:
+        """The next moment; None when there will be none any more."""
+        while not self._closed and (self._moment is None or self._moment.version == seen):
             await self._arrived.wait()
-        return self._moment
+        return None if self._closed else self._moment
 
     def _want(self) -> None:
         self._asked_s = self._clock()

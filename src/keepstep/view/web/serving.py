@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,7 @@ class WebServer(uvicorn.Server):
         app: Any,
         *,
         tls: ssl.SSLContext | None = None,
+        closing: Callable[[], None] = lambda: None,
         most_connections: int = MOST_CONNECTIONS,
         request_s: float = _REQUEST_S,
         unread_s: float = _UNREAD_S,
@@ -194,12 +195,17 @@ class WebServer(uvicorn.Server):
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         )
         super().__init__(config)
-        self._tls = tls
+        self._tls, self._closing = tls, closing
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at the sockets."""
         self.config.ssl = self._tls
         await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the answers that have no end of their own, then all others."""
+        self._closing()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -208,11 +214,19 @@ class WebServer(uvicorn.Server):
         levels = [one.level for one in loggers]
         for one in loggers:
             one.setLevel(logging.CRITICAL if one.name.endswith("access") else logging.ERROR)
+            one.addFilter(_is_news)
         try:
             yield
         finally:
             for one, level in zip(loggers, levels, strict=True):
                 one.setLevel(level)
+                one.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that an answer was cut off at the server's end."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is not asyncio.CancelledError and not str(record.msg).startswith("Cancel ")
 
 
 def url_of(address: Address, bound: socket.socket, *, tls: bool) -> str:

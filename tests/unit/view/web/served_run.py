@@ -123,7 +123,7 @@ def serving(
 
     async def serve() -> None:
         served = Served(feed(source or MadeRun()), access or Access(), metrics=metrics)
-        server = WebServer(make_app(served), **limits)
+        server = WebServer(make_app(served), closing=served.feed.close, **limits)
         loop_of.append((asyncio.get_running_loop(), server))
         with server.quiet():
             await server.serve([bound])

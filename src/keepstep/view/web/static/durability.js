@@ -3,7 +3,7 @@
 (() => {
   const K = window.keepstep, { el, svg, line } = K;
   const box = document.getElementById("durability");
-  const ROW = 26;
+  const ROW = 26, MOST = 16; // rows of the picture; the table has more
   const MARKS = { sealed: ["M-4,-4 H4 V4 H-4 Z", "sealed: whole in the node's own memory"], backed_up: ["M-5,0 A5,5 0 1 0 5,0 A5,5 0 1 0 -5,0 Z", "backed up: another node has it as well"],
     stored: ["M0,-6 L6,0 L0,6 L-6,0 Z", "persisted: on storage"] };
   const mark = (what, attributes) => svg("path", { d: MARKS[what][0], class: `kept ${what}`, ...attributes });
@@ -24,10 +24,14 @@
         lost !== null && who ? ` if ${who} died` : ""),
       job.backup_trouble ? el("p", { class: "trouble" }, `Not backed up: ${line(job.backup_trouble)}`) : null,
       el("div", { class: "bar" }, K.legend(...Object.keys(MARKS).map((what) => [svg("svg", { width: 14, height: 14, viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(what)), MARKS[what][1]]))),
-      picture(nodes, job),
-      nodes.count > nodes.rows.length ? el("p", { class: "caption" }, `The worst ${nodes.rows.length} of ${K.number(nodes.count)} nodes. ${
+      picture(worstOf(nodes, job), job),
+      nodes.count > MOST ? el("p", { class: "caption" }, `The worst ${MOST} of ${K.number(nodes.count)} nodes. ${
         nodes.lost_steps.map(([steps, n]) => `${K.count(n, "node")} would lose ${K.count(steps, "step")}`).slice(-4).join("; ")}.`) : null,
       table(nodes, job));
+  }
+  function worstOf(nodes, job) {
+    const worst = [...nodes.rows].sort((a, b) => lossOf(b, job.newest_step) - lossOf(a, job.newest_step) || a.node - b.node).slice(0, MOST);
+    return { ...nodes, rows: worst.sort((a, b) => a.node - b.node) };
   }
   function picture(nodes, job) {
     const width = box.clientWidth, newest = job.newest_step;

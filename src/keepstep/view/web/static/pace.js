@@ -44,7 +44,7 @@
       width, height: 220, legend: { show: false },
       cursor: { drag: { x: true, y: false }, y: false },
       scales: { x: { time: false }, s: { range: (u, low, high) => [0, (high || 1) * 1.1] }, lost: { range: [0, 1] } },
-      axes: [axis({ values: (u, all) => all.map((v) => (Number.isInteger(v) ? String(v) : "")) }),
+      axes: [axis({ size: 32, values: (u, all) => all.map((v) => (Number.isInteger(v) ? String(v) : "")) }),
         axis({ scale: "s", size: 64, values: (u, all) => all.map((v) => K.seconds(v)) }),
         axis({ scale: "lost", side: 1, size: 58, grid: { show: false }, values: (u, all) => all.map((v) => `${Math.round(v * 100)} %`) })],
       series: [{ label: "step" },
