@@ -119,6 +119,13 @@ class LargeRun:
             links=links, incidents=(*past, slow),
         )  # fmt: skip
 
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    def read_all(self) -> RunSnapshot:
+        return self.refresh()
+
     def close(self) -> None: ...
 
 

@@ -25,6 +25,7 @@ from keepstep.view.words import answer
 _LOG = logging.getLogger("keepstep.serve")
 _SECOND_RANKS, _SLOW_RANKS = 4096, 32_768  # above these a look takes longer, and is taken less often
 _INTERVALS_S = (1.0, 2.0, 5.0)
+_UNREAD_S = 0.3  # while a run's folder is still being read
 _ENDED_S = 5.0  # a run that has ended may be begun again in the same folder
 _LOOKED_S = 20.0  # after a request for data somebody is taken to look for so long
 _PATIENCE_S = 60.0  # a first look at a large run takes a while
@@ -95,8 +96,8 @@ class Feed:
     @property
     def interval_s(self) -> float:
         """Seconds between two looks."""
-        if self._moment is None:
-            return _INTERVALS_S[0]
+        if self._moment is None or not self._source.is_whole:
+            return _UNREAD_S
         snapshot = self._moment.snapshot
         if snapshot.state == "ended":
             return _ENDED_S
@@ -116,7 +117,7 @@ class Feed:
                 _LOG.exception("the run could not be looked at")
             # A look that takes long leaves the machine as much time as it took.
             took_s = self._clock() - began_s
-            await asyncio.sleep(max(self.interval_s - took_s, took_s))
+            await asyncio.sleep(max(self.interval_s - took_s, min(took_s, _INTERVALS_S[0])))
 
     def close(self) -> None:
         """Let go of everybody who waits."""

@@ -25,7 +25,7 @@ _SCRIPT = re.compile(r'<script src="static/(\w+\.js)"></script>\n')
 
 def page_in_one_file(source: RunSource, run: str, folder: Path | None) -> str:
     """The page of the run as it is now, as HTML."""
-    snapshot = source.refresh()
+    snapshot = source.read_all()
     heat = heat_of(snapshot, source.samples, threading.Lock(), None)
     embedded = {
         "state": {"version": 0, **content_of(snapshot, heat, run)},

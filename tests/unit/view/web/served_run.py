@@ -81,6 +81,13 @@ class MadeRun:
         )  # fmt: skip
         return replace(made, **self._changes)
 
+    @property
+    def is_whole(self) -> bool:
+        return self.looks > 0
+
+    def read_all(self) -> RunSnapshot:
+        return self.refresh()
+
     def close(self) -> None: ...
 
 
