@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import cache
@@ -47,7 +48,7 @@ class Served:
     access: Access
     folder: Path | None = None
     metrics: Exposition | None = None
-    tls: bool = False
+    tls: ssl.SSLContext | None = None
 
 
 def make_app(served: Served) -> App:
@@ -135,7 +136,7 @@ class _Pages:
             access.cookie,
             httponly=True,
             samesite="strict",
-            secure=self._served.tls,
+            secure=self._served.tls is not None,
             path="/",
         )
         return answer
