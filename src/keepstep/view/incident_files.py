@@ -91,11 +91,7 @@ class IncidentFiles:
                 if mark == changed_ns and now_s < listed_s + _LIST_S:
                     return
             with os.scandir(self._folder) as entries:
-                seen = {entry.name: entry for entry in entries if _number(entry.name) >= 0}
-            marks: dict[str, _Mark] = {}
-            for name, entry in seen.items():
-                told = entry.stat()
-                marks[name] = told.st_mtime_ns, told.st_size, told.st_ino
+                marks = {entry.name: _mark(entry) for entry in entries if _number(entry.name) >= 0}
         except FileNotFoundError:
             marks, mark = {}, 0
         except OSError as error:
@@ -139,6 +135,14 @@ class IncidentFiles:
                 kept.append(self._incidents[name])
         self._left_out = len(self._marks.keys() - self._incidents.keys() - self._broken.keys())
         self._sorted = tuple(sorted(kept, key=lambda one: one.number))
+
+
+def _mark(entry: os.DirEntry[str]) -> _Mark:
+    try:
+        told = entry.stat()
+    except OSError:  # why it cannot be read is told when it is tried
+        return 0, 0, 0
+    return told.st_mtime_ns, told.st_size, told.st_ino
 
 
 def _number(name: str) -> int:

@@ -7,28 +7,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from keepstep.core.regular_files import read_regular
+from keepstep.view.link_table import PATHS_FILE
+from keepstep.view.status_rows import CheckpointState
 from keepstep.view.step_files import Iterations, SeenFile, StepFiles, files_of_iterations
+from keepstep.wire.messages import PathRate
 
 _MOST_JSON_BYTES = 4 << 20
 _ALL_BYTES = (
     64 << 20
 )  # of iterations that one round over all nodes reads, as far as that leaves each node enough
 _LEAST_BYTES = 16 << 10
+_MOST_PATHS = 1 << 16
 _MOST_TROUBLES = 3  # nodes whose troubles are told one by one
 
 
-class CheckpointState(msgspec.Struct):
-    """The content of ``checkpoints.json``."""
-
-    storage: str = ""
-    on_the_way: tuple[int, ...] = ()
-    newest: int | None = None
-    troubles: tuple[str, ...] = ()
+class _Links(msgspec.Struct):
+    paths: tuple[PathRate, ...] = ()
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class NodeFolder:
 
     steps: StepFiles = field(default_factory=StepFiles)
     checkpoints: CheckpointState | None = None
-    links: Any = None  # content of ``links.json``
+    paths: tuple[PathRate, ...] = ()
     marks: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
     trouble: str = ""
 
@@ -57,6 +55,7 @@ class NodeFiles:
         self.rounds = 0  # how often all folders have been looked at
         self._round: Iterator[None] | None = None
         self._trouble = ""
+        self._paths, self._is_short_of_paths = 0, False
 
     @property
     def troubles(self) -> list[str]:
@@ -69,6 +68,8 @@ class NodeFiles:
         broken = sum(node.steps.broken for node in self.nodes.values())
         if broken:
             lines.append(f"{self._folder}: {broken} lines of iterations.jsonl cannot be read")
+        if self._is_short_of_paths:
+            lines.append(f"links of some nodes are not shown: there are more than {_MOST_PATHS:,}")
         return lines
 
     def look(self, budget_s: float) -> None:
@@ -117,8 +118,9 @@ class NodeFiles:
                     marks[entry.name] = told.st_mtime_ns, told.st_size, told.st_ino
         for name, read in _READERS.items():
             if name in marks and marks[name] != node.marks.get(name):
-                node.marks[name] = marks[name]
+                node.marks[name], before = marks[name], len(node.paths)
                 read(node, folder / name)
+                self._keep_paths(node, before)
                 self.version += 1
         files = files_of_iterations(seen)
         if node.steps.has_news(files):
@@ -127,16 +129,27 @@ class NodeFiles:
                     self._sink(one)
                 yield
 
+    def paths(self) -> dict[int, tuple[PathRate, ...]]:
+        """What nodes sent each other, by node rank."""
+        return {number: node.paths for number, node in sorted(self.nodes.items()) if node.paths}
+
+    def _keep_paths(self, node: NodeFolder, before: int) -> None:
+        """Keep no more paths than fit into memory: a picture of so many nodes cannot be looked at anyway."""
+        self._paths -= before
+        if self._paths + len(node.paths) > _MOST_PATHS:
+            node.paths, self._is_short_of_paths = (), True
+        self._paths += len(node.paths)
+
 
 def _read_checkpoints(node: NodeFolder, path: Path) -> None:
     node.checkpoints = msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES), type=CheckpointState)
 
 
 def _read_links(node: NodeFolder, path: Path) -> None:
-    node.links = msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES))
+    node.paths = msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES), type=_Links).paths
 
 
 _READERS: dict[str, Callable[[NodeFolder, Path], None]] = {
     "checkpoints.json": _read_checkpoints,
-    "links.json": _read_links,
+    PATHS_FILE: _read_links,
 }

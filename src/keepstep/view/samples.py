@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.view.tiles import (
+    LEAST,
     Against,
     Codes,
     RowOrder,
@@ -391,14 +392,14 @@ class SampleStore:
         place = len(chosen) - known + np.maximum(known - 1, 0) // 4
         usual = np.take_along_axis(table, np.minimum(place, len(chosen) - 1)[None], axis=0)[0]
         there = known > 0
-        usual[~there] = np.sort(usual[there])[(there.sum() - 1) // 2] if there.any() else 0
+        usual[~there] = np.sort(usual[there])[(there.sum() - 1) // 2] if there.any() else LEAST
         self._usual = usual
 
     def usual(self, ranks: int) -> Codes:
         """Codes of the usual own times of so many ranks, for drawing."""
         if len(self._usual) < ranks:
-            known = self._usual[self._usual > 0]
-            fallback = np.sort(known)[(len(known) - 1) // 2] if len(known) else 0
+            known = np.sort(self._usual)
+            fallback = known[(len(known) - 1) // 2] if len(known) else LEAST
             self._usual = np.concatenate([self._usual, np.full(ranks - len(self._usual), fallback, np.int16)])
         return self._usual
 

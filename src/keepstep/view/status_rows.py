@@ -1,40 +1,20 @@
-"""Reads ``RUN/status.json`` into columns: of a large job it has a row for each of 131,072 ranks."""
+"""Reads ``RUN/status.json``, and the file beside it that has the rows of ranks of a large job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from keepstep.view.snapshot import RankTable
+from keepstep.view.rank_table import rank_table
+from keepstep.view.snapshot import NodeView, RankTable
 from keepstep.wire.messages import RankBeat
 
 _COLUMNS = RankBeat.__struct_fields__
-_MOST_RANK = (1 << 31) - 1
-_MOST_STEP = 1 << 53
-
-
-class _Beat(msgspec.Struct, array_like=True, gc=False):
-    """A `RankBeat`, without the operation in flight, which no viewer needs."""
-
-    rank: int
-    step: int
-    phase: int
-    progress: int
-    iteration_s: float = 0.0
-    self_s: float = 0.0
-    idle_s: float = 0.0
-    alive: bool = True
-    in_flight: msgspec.Raw = msgspec.Raw()
-    overdue_s: float = 0.0
-    watched: bool = True
 
 
 class NodeRow(msgspec.Struct):
-    """A node of ``status.json``; the fields that are not of `run_status.NodeStatus` may be missing."""
+    """A node, as `run_status.NodeStatus` has it; earlier versions did not write the last fields."""
 
     node_rank: int
     node: str = ""
@@ -42,11 +22,11 @@ class NodeRow(msgspec.Struct):
     launcher: str = "gone"
     heard_s_ago: float | None = None
     notices: tuple[str, ...] = ()
-    ranks: msgspec.Raw = msgspec.Raw(b"[]")
-    sealed_step: int = -1
+    ranks: tuple[RankBeat, ...] = ()
+    sealed_step: int | None = None
     backed_up_step: int | None = None
     stored_step: int | None = None
-    storage_troubles: tuple[str, ...] = ()
+    storage_troubles: tuple[str, ...] | None = None
 
 
 class Backups(msgspec.Struct):
@@ -58,14 +38,14 @@ class Backups(msgspec.Struct):
 
 
 class StatusRows(msgspec.Struct):
-    """The fields of ``status.json`` that viewers show."""
+    """The fields of a status that viewers show. Once it is read its nodes have no rows of ranks any more."""
 
     unix_s: float
     state: str = ""
     world_size: int = 0
     newest_step: int = -1
     nodes: tuple[NodeRow, ...] = ()
-    rank_columns: tuple[str, ...] = ()
+    rank_columns: tuple[str, ...] = _COLUMNS
     backups: Backups | None = None
     incarnation: int = 0
     restarts: int = 0
@@ -73,56 +53,64 @@ class StatusRows(msgspec.Struct):
     spares: tuple[str, ...] = ()
     state_s: float = 0.0
     most_nodes: int = 0
+    ranks_file: str = ""
 
 
-_decoder = msgspec.json.Decoder(StatusRows)
-_beats = msgspec.json.Decoder(tuple[_Beat, ...])
+class CheckpointState(msgspec.Struct):
+    """The content of ``nodes/*/checkpoints.json``."""
+
+    storage: str = ""
+    on_the_way: tuple[int, ...] = ()
+    newest: int | None = None
+    troubles: tuple[str, ...] = ()
 
 
-def read_rows(content: bytes) -> tuple[StatusRows, RankTable]:
-    """The content of ``status.json`` and the rows of its ranks.
+_status = msgspec.json.Decoder(StatusRows)
+_rows = msgspec.msgpack.Decoder(list[tuple[int, tuple[RankBeat, ...]]])
+
+
+def read_status(content: bytes) -> tuple[StatusRows, RankTable | None]:
+    """The content of ``status.json`` and the rows of ranks; None where these are in a file beside it.
 
     Raises msgspec.MsgspecError or UnicodeDecodeError where it is not what keepstep writes, or is of another version.
     """
-    status = _decoder.decode(content)
+    status = _status.decode(content)
     columns = status.rank_columns
     if columns[: len(_COLUMNS)] != _COLUMNS[: len(columns)]:
-        raise msgspec.ValidationError(
-            f"columns of ranks of another version of keepstep: {', '.join(columns)}"
-        )
-    parts: list[npt.NDArray[np.void]] = []
+        raise msgspec.ValidationError(f"rows of ranks as another version of keepstep writes them: {columns}")
+    table = None if status.ranks_file else rank_table((node.node_rank, node.ranks) for node in status.nodes)
     for node in status.nodes:
-        beats = _beats.decode(node.ranks)
-        node.ranks = msgspec.Raw()
-        if beats:
-            parts.append(_rows(node.node_rank, beats))
-    return status, rank_table(parts)
+        node.ranks = ()
+    return status, table
 
 
-_ROW = np.dtype([
-    ("rank", "<i4"), ("node", "<i4"), ("step", "<i8"), ("phase", "<i2"), ("iteration_s", "<f4"), ("self_s", "<f4"),
-    ("idle_s", "<f4"), ("overdue_s", "<f4"), ("is_alive", "?"), ("is_watched", "?"),
-])  # fmt: skip
+def status_from(told: dict[str, Any]) -> StatusRows:
+    """The status that a controller has told a viewer. Raises msgspec.MsgspecError where it makes no sense."""
+    return msgspec.convert(told, StatusRows, strict=False)
 
 
-def _rows(node: int, beats: Sequence[_Beat]) -> npt.NDArray[np.void]:
-    if not -1 <= node <= _MOST_RANK:
-        raise msgspec.ValidationError(f"node rank {node}")
-    rows = [
-        (
-            b.rank, node, b.step, b.phase, b.iteration_s, b.self_s, b.idle_s, b.overdue_s, b.alive, b.watched,
-        )
-        for b in beats
-        if 0 <= b.rank <= _MOST_RANK and -1 <= b.step < _MOST_STEP and 0 <= b.phase < 1 << 15
-    ]  # fmt: skip
-    return np.array(rows, _ROW)
+def read_rank_rows(content: bytes) -> RankTable:
+    """The file of the rows of ranks. Raises msgspec.MsgspecError where it is not what keepstep writes."""
+    return rank_table(_rows.decode(content))
 
 
-def rank_table(parts: Sequence[npt.NDArray[Any]]) -> RankTable:
-    """The rows of ranks in the order of ranks; of a rank that two nodes tell of, the row that is further."""
-    rows = np.concatenate(parts) if parts else np.zeros(0, _ROW)
-    order = np.lexsort((rows["step"], rows["rank"]))
-    ranks = rows["rank"][order]
-    last = np.append(ranks[1:] != ranks[:-1], True)[: len(ranks)]
-    rows = rows.take(order[last])
-    return RankTable(**{name: np.ascontiguousarray(rows[name]) for name in _ROW.names or ()})
+def node_view(row: NodeRow, status: StatusRows, checkpoints: CheckpointState | None) -> NodeView:
+    """A node as it is shown; ``checkpoints``: what its folder says of them, for statuses of earlier versions."""
+    backed_up, stored, troubles = -1, -1, ()
+    if status.backups is not None:
+        backed_up = status.backups.step
+    if checkpoints is not None:
+        stored = -1 if checkpoints.newest is None else checkpoints.newest
+        troubles = checkpoints.troubles
+    return NodeView(
+        row.node_rank,
+        row.node,
+        row.agent,
+        row.launcher,
+        row.heard_s_ago,
+        row.notices,
+        backed_up if row.sealed_step is None else row.sealed_step,
+        backed_up if row.backed_up_step is None else row.backed_up_step,
+        stored if row.stored_step is None else row.stored_step,
+        troubles if row.storage_troubles is None else row.storage_troubles,
+    )

@@ -110,7 +110,7 @@ def _counted(groups: Ranks) -> Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A picture: a row stands for one or more ranks and shows the slowest of them, a column for ``stride`` steps or more.
+    """A picture. A row stands for one or more ranks and shows the slowest of them.
 
     Attributes:
         colours: shape (rows, columns), codes of colours.
