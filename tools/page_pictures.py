@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/howto/see.md: real jobs on this machine, their pages in Chromium. Minutes; needs 2 cores.
+"""Makes the pictures of docs/howto/see.md: real jobs on this machine, their pages in Chromium. Minutes; one needs root.
 
-python tools/page_pictures.py [slow hang recovered healthy ended] [--out docs/howto/pictures]
+python tools/page_pictures.py [slow hang recovered exchange healthy ended] [--out docs/howto/pictures]
 """
 
 from __future__ import annotations
@@ -157,6 +157,45 @@ def ended(run: Path, out: Path) -> None:
         shoot(url(), out, scheme="dark")
 
 
+def exchange(run: Path, out: Path) -> None:
+    """Four hosts as network namespaces: the page is written by one of them, which reaches the controller."""
+    sys.path.insert(0, str(ROOT))
+    from tests.e2e import testbed as beds
+
+    from keepstep.faults import SlowLink
+
+    if reason := beds.missing():
+        raise SystemExit(reason)
+    keepstep = [sys.executable, "-m", "keepstep.cli"]
+    with beds.four_hosts((0, 0, 0, 0)) as bed:
+        hosts = list(bed.hosts.values())
+        for number, host in enumerate(hosts):
+            words = [
+                "--nnodes",
+                "4",
+                "--node-rank",
+                str(number),
+                "--master-addr",
+                "node-a",
+                "--master-port",
+                "29555",
+            ]
+            words += ["--nproc-per-node", "1", "--max-restarts", "1", "--standbys", "0", "--no-validate"]
+            script = [str(ROOT / "tests/e2e/exchange_train.py"), str(run.parent), "100000"]
+            host.start([*keepstep, "run", "--run-dir", str(run), *words, *script], {"OMP_NUM_THREADS": "1"})
+        losses = run.parent / "losses-0"
+        until(lambda: losses.exists() and losses.read_text().count("\n") > 100)
+        with bed.links.inject(SlowLink("node-a", "node-c", "20mbit")):
+            until(lambda: json.loads((run / "status.json").read_bytes()).get("incarnation") == 1)
+            begun = losses.read_text().count("\n")
+            until(lambda: losses.read_text().count("\n") > begun + 40)
+            page = run.parent / "page.html"
+            writing = hosts[0].start([*keepstep, "report", str(run), "--html", str(page)], {})
+            print(*writing.communicate(timeout=60))
+        (run.parent / "enough").touch()
+        shoot(page.as_uri(), out)
+
+
 @contextlib.contextmanager
 def page_of_later(run: Path) -> Iterator[Callable[[], str]]:
     """The page's server is started when its address is asked for."""
@@ -164,7 +203,7 @@ def page_of_later(run: Path) -> Iterator[Callable[[], str]]:
         yield lambda: stack.enter_context(page_of(run))
 
 
-PICTURES = {one.__name__: one for one in (slow, hang, recovered, healthy, ended)}
+PICTURES = {one.__name__: one for one in (slow, hang, recovered, exchange, healthy, ended)}
 
 
 def main() -> None:
