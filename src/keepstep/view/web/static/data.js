@@ -3,10 +3,10 @@
 (() => {
   const K = window.keepstep;
   const MOST_INCIDENTS = 120;
-  const SILENT_MS = 20000;
+  const SILENT_MS = 20000, AGAIN_MS = 3000;
   const embedded = document.getElementById("embedded");
   const listeners = { link: () => {} };
-  let source = null, heardAt = Date.now(), lostAt = null;
+  let source = null, retry = null, heardAt = Date.now(), lostAt = null;
 
   function apply(part, whole) {
     const names = new Set(Object.keys(part).filter((name) => name !== "version"));
@@ -72,34 +72,42 @@
     await load();
   }
   async function load() {
+    clearTimeout(retry);
     try {
       apply(await json("api"), true);
     } catch (error) {
       if (error.status === 401) return askForToken("");
       lost();
-      setTimeout(load, 3000);
-      return;
+      return again();
     }
     follow();
   }
+  function again() {
+    clearTimeout(retry);
+    retry = setTimeout(load, AGAIN_MS);
+  }
   function follow() {
     source?.close();
+    if (document.hidden) { source = null; return; } // it goes on when somebody looks
     source = new EventSource(`api/events?seen=${K.state.version ?? ""}`);
     const take = (whole) => (event) => apply(JSON.parse(event.data), whole);
     source.addEventListener("whole", take(true));
     source.addEventListener("change", take(false));
     source.onerror = () => {
+      source?.close();
+      source = null;
       lost();
-      if (source.readyState === EventSource.CLOSED) setTimeout(load, 3000);
-      else { source.close(); setTimeout(load, 3000); } // what was missed meanwhile is asked for as a whole
+      again(); // what was missed meanwhile is asked for as a whole
     };
   }
   setInterval(() => { if (source && Date.now() - heardAt > SILENT_MS) lost(); }, 2000);
   // A page that nobody sees takes no events.
   document.addEventListener("visibilitychange", () => {
-    if (embedded || !source) return;
-    if (document.hidden) source.close();
-    else load();
+    if (embedded || !K.state.job) return;
+    if (document.hidden) {
+      source?.close();
+      source = null;
+    } else load();
   });
 
   function askForToken(why) {
