@@ -17,6 +17,8 @@ VERBS = {
     "slurm": "Submit a job to Slurm, or run it in an allocation, and end with the job's own exit code.",
     "operator": "Make the pods of training jobs in Kubernetes again and elsewhere, and tell of bad nodes.",
     "check": "Say whether this node, or all nodes of a job to be, are fit to train.",
+    "ls": "List runs: those that live on this machine, those in a folder, and which are in trouble.",
+    "top": "Watch a run in the terminal: what is wrong, the worst ranks and links, checkpoints.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
     "serve": "Show a run as a page in a browser, live or ended, and its metrics to Prometheus.",
@@ -26,7 +28,7 @@ VERBS = {
     "why": "Say why a job failed, who caused it and what to do, from logs of any launcher.",
     "plan": "Say how much of a day a job loses to failures, with and without keepstep.",
     "checkpoint": "Plan how often to save checkpoints; list, verify, export and prune those on storage.",
-    "export": "Write a run as a Chrome trace that Perfetto opens.",
+    "export": "Write a run as a trace that Perfetto opens, with pace and incidents.",
     "config": "Show the settings in force and where each one comes from.",
 }
 _ABOUT = "Watch a distributed PyTorch job from outside the script; name the rank or link that slows it."
