@@ -201,7 +201,7 @@ class Feed:
 def content_of(snapshot: RunSnapshot, heat: HeatMap, run: str) -> dict[str, Any]:
     """All sections of the page."""
     return {
-        **page_content(snapshot, run),
+        **page_content(snapshot, run, heat.store.usual_s()),
         "words": words_content(answer(snapshot, run)),
         "heat": heat_section(heat),
         "pace": pace_section(heat.store),

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from keepstep.core.events import Phase
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
 from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
 from keepstep.view.words import Answer
+from keepstep.view.worst_ranks import own_time_ratios, worst_ranks
 
 MOST_INCIDENTS = 100  # of which the page tells; older ones by /api/incidents
 _MOST_OPEN = 20
@@ -26,12 +28,14 @@ _LONGEST = 300
 _PHASES = {int(phase): phase.title for phase in Phase}
 
 
-def page_content(snapshot: RunSnapshot, run: str) -> dict[str, Any]:
+def page_content(
+    snapshot: RunSnapshot, run: str, usual_s: npt.NDArray[np.float32] | None = None
+) -> dict[str, Any]:
     """The sections of the page. Each is sent again only when it has changed, so what often changes stands apart."""
     return {
         "job": {**_job(snapshot), "run": cut(run or snapshot.name)},
         "clock": {"unix_s": round(snapshot.unix_s, 1), "age_s": round(snapshot.age_s, 1)},
-        "ranks": _worst_ranks(snapshot),
+        "ranks": _worst_ranks(snapshot, usual_s),
         "nodes": _nodes(snapshot),
         "links": _links(snapshot),
         "incidents": incidents_content(shown_incidents(snapshot.incidents)),
@@ -116,12 +120,13 @@ def _pace_s(ranks: RankTable | None) -> float | None:
     return float(np.median(known)) if len(known) else None
 
 
-def _worst_ranks(snapshot: RunSnapshot) -> list[dict[str, Any]]:
-    """The ranks to look at first: dead, then those furthest behind, then those with the longest own time."""
+def _worst_ranks(snapshot: RunSnapshot, usual_s: npt.NDArray[np.float32] | None) -> list[dict[str, Any]]:
+    """The ranks to look at first."""
     ranks = snapshot.ranks
     if ranks is None or not len(ranks):
         return []
-    order = np.lexsort((-ranks.self_s, ranks.step, ranks.is_alive))[:_MOST_RANKS]
+    blamed = [one.rank for case in snapshot.open_incidents for one in case.culprits if one.rank is not None]
+    order = worst_ranks(ranks, own_time_ratios(ranks, usual_s), np.array(blamed, np.int64), _MOST_RANKS)
     names = {node.node_rank: node.name for node in snapshot.nodes}
     return [
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from keepstep.core.events import Phase
 from keepstep.core.incident import Incident
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.log_lines import one_line
-from keepstep.ring import RingReader
 from keepstep.traces import Run, open_run
-from keepstep.traces.chrome import Span, spans_of
+from keepstep.traces.chrome import Span
+from keepstep.traces.ring_spans import read_spans
 
 _MOST_RANKS = 16
 _MOST_BARS = 160  # of a rank in one step
@@ -63,16 +62,6 @@ def pipeline_content(path: Path | None, incident: Incident, layout: ParallelLayo
     if not spans:
         return {"reason": "the rings of this pipeline cannot be read"}
     return _two_steps(run, incident, spans)
-
-
-def read_spans(path: Path) -> list[Span]:
-    """The bars of a ring, live or saved. Raises RingError."""
-    reader = RingReader(str(path))
-    header, records = reader.header, reader.snapshot()
-    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
-    now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
-    shift_ns = header.realtime_ns - header.monotonic_ns
-    return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
 
 
 def _pipeline_of(incident: Incident, layout: ParallelLayout | None, known: Sequence[int]) -> list[int]:

@@ -72,7 +72,7 @@ def test_the_worst_nodes_and_links_are_those_that_are_shown() -> None:
     assert {700, 701} <= {node for node, _ in content["links"]["nodes"]}
 
 
-def test_ranks_that_ended_come_first_then_those_behind() -> None:
+def test_who_is_blamed_comes_first_then_the_dead_then_those_behind() -> None:
     snapshot = MadeRun().refresh()
     assert snapshot.ranks is not None
     step = snapshot.ranks.step.copy()
@@ -80,7 +80,7 @@ def test_ranks_that_ended_come_first_then_those_behind() -> None:
     step[2], alive[7] = 11, False
     ranks = replace(snapshot.ranks, step=step, is_alive=alive)
     told = [row["rank"] for row in content_of(replace(snapshot, ranks=ranks))["ranks"]]
-    assert told[:3] == [7, 2, 5]
+    assert told[:3] == [5, 7, 2]
 
 
 def test_numbers_that_are_none_are_null() -> None:
