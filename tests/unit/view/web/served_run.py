@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,7 @@ def serving(
     *,
     metrics: Exposition | None = None,
     feed: Callable[[Any], Feed] = Feed,
+    tls: ssl.SSLContext | None = None,
     **limits: Any,
 ) -> Iterator[Viewer]:
     """A server of a run, until the block ends."""
@@ -129,8 +131,8 @@ def serving(
     loop_of: list[tuple[asyncio.AbstractEventLoop, WebServer]] = []
 
     async def serve() -> None:
-        served = Served(feed(source or MadeRun()), access or Access(), metrics=metrics)
-        server = WebServer(make_app(served), closing=served.feed.close, **limits)
+        served = Served(feed(source or MadeRun()), access or Access(), metrics=metrics, tls=tls)
+        server = WebServer(make_app(served), tls=tls, closing=served.feed.close, **limits)
         loop_of.append((asyncio.get_running_loop(), server))
         with server.quiet():
             await server.serve([bound])

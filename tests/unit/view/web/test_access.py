@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
+import ssl
 from pathlib import Path
 
 import pytest
+from tests.certificates import certificates
 from tests.unit.view.web.served_run import serving
 
 from keepstep.core.errors import UsageError
 from keepstep.view.web.access import Access, names_of, read_token
-from keepstep.view.web.serving import Address, check_address
+from keepstep.view.web.serving import Address, check_address, tls_context
 
 TOKEN = b"4f1d9c0aa77e3b5c2d6e8f90123456789abcdef0"
 
@@ -120,7 +124,35 @@ def test_a_wrong_long_or_foreign_login_gets_no_cookie() -> None:
         assert viewer.ask("/login", "GET")[0] == 405
 
 
-def test_the_cookie_of_a_server_with_tls_is_secure_and_that_of_another_token_is_no_use() -> None:
+def test_with_tls_the_cookie_is_secure(tmp_path: Path) -> None:
+    paths = certificates(tmp_path)
+    context = tls_context(Path(paths.cert), Path(paths.key))
+    with serving(access=Access(TOKEN), tls=context) as viewer:
+        trusting = ssl.create_default_context(cafile=paths.ca)
+        line = http.client.HTTPSConnection("127.0.0.1", viewer.port, timeout=20, context=trusting)
+        line.request("POST", "/login", TOKEN)
+        answer = line.getresponse()
+        assert answer.status == 200
+        assert "; secure" in answer.getheader("set-cookie", "").lower()
+        line.close()
+        # Who does not speak TLS gets nothing.
+        with viewer.raw() as plain, contextlib.suppress(ConnectionResetError):
+            plain.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert not plain.recv(4096).startswith(b"HTTP")
+
+
+def test_files_that_are_no_certificate_and_key_are_refused(tmp_path: Path) -> None:
+    paths = certificates(tmp_path)
+    for certificate, key in (
+        (paths.key, paths.cert),
+        (paths.cert, paths.ca),
+        (paths.cert, str(tmp_path / "none")),
+    ):
+        with pytest.raises(UsageError, match="both are PEM files"):
+            tls_context(Path(certificate), Path(key))
+
+
+def test_the_cookie_of_another_token_is_no_use() -> None:
     assert Access(TOKEN).cookie != Access(TOKEN[::-1]).cookie
     assert not Access(TOKEN).lets_in({"cookie": f"keepstep={Access(TOKEN[::-1]).cookie}"})
     assert not Access(TOKEN).lets_in({"cookie": "keepstep=\u00ff; =;;"})

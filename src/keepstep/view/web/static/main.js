@@ -54,6 +54,18 @@
   }
   K.onLink((since) => { link = since; tellNews(); });
   K.addPicture({ needs: ["clock", "job"], element: banner, draw: tellNews });
-  addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
+  // Paper is light, and what is folded cannot be opened on it.
+  let before = null;
+  addEventListener("beforeprint", () => {
+    before = root.dataset.theme ?? "";
+    root.dataset.theme = "light";
+    document.querySelectorAll("details").forEach((one) => { one.open = true; });
+    K.pictures.forEach((one) => one.draw());
+  });
+  addEventListener("afterprint", () => {
+    if (before) root.dataset.theme = before;
+    else delete root.dataset.theme;
+    K.redrawAll();
+  });
   K.begin();
 })();
