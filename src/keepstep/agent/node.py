@@ -397,7 +397,7 @@ class NodeAgent:
             self._log_steps()
             self._log.flush()
         now_s = time.monotonic()
-        self._log.claimed(ring.rank, header.realtime_ns * 1e-9, header.unix_s(now_s))
+        self._log.claimed(ring.rank, header.realtime_ns * 1e-9, header.unix_s(now_s), header.incarnation)
         pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.track.watch.hang.pauses.update(pauses)

@@ -7,15 +7,13 @@ import contextlib
 import logging
 import os
 import time
-from pathlib import Path
 from typing import TypeVar
 
 from keepstep import wire
-from keepstep.core.config import config_path, resolve
 from keepstep.core.errors import RunError
 from keepstep.core.within import within
-from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.traces import open_run
+from keepstep.view.controller_of import controller_of
 
 Answer = TypeVar("Answer", bound=wire.Message)
 
@@ -31,27 +29,20 @@ def ask(
     Raises RunError where there is no controller, it refuses, or does not answer in time.
     """
     logging.getLogger("keepstep.wire").addHandler(logging.NullHandler())  # the error raised says it
-    found = open_run(name)
-    run = found.describe()
-    if found.end() is not None or not run.get("controller"):
-        raise RunError(f"{name}: the run has ended or is not watched; {only}")
-    options = resolve(SETTINGS, environ=os.environ, path=config_path(os.environ))
-    paths = wire.TlsPaths.of(*(str(options[key].value) or None for key in ("tls_cert", "tls_key", "tls_ca")))
-    key = wire.RunKey(wire.read_secret(Path(str(run["secret_file"]))), str(run.get("run_id", wire.UNNAMED)))
-    tls = wire.client_context(paths) if paths else None
+    controller = controller_of(open_run(name), name, only)
     hello = wire.Hello("client", os.uname().nodename, -1, os.getpid())
     trouble: list[Exception] = []  # why connecting failed, the newest last
 
     async def answer() -> Answer:
         said: asyncio.Queue[wire.Message] = asyncio.Queue()
         client = wire.Client(
-            wire.parse_address(str(run["controller"])),
-            key,
+            controller.host_and_port,
+            controller.key,
             role="client",
             greet=lambda: [hello],
             message=said.put_nowait,
             trouble=lambda error, _: trouble.append(error),
-            tls=tls,
+            tls=controller.tls,
         )
         try:
             client.send(question)
@@ -66,7 +57,7 @@ def ask(
                         raise RunError(f"{name}: the controller refuses: {message.reason}")
                 if trouble and isinstance(trouble[-1], wire.AnotherJob):
                     raise RunError(
-                        f"{name}: its controller is not at {run['controller']} any more, which runs "
+                        f"{name}: its controller is not at {controller.address} any more, which runs "
                         f"{wire.job_named(trouble[-1].theirs)}; {gone}"
                     )
                 if connected and not client.connected:
@@ -76,7 +67,7 @@ def ask(
             await client.close()
         seen = str(trouble[-1]) if trouble else "connected, but no outcome came"
         raise RunError(
-            f"{name}: no answer from the controller at {run['controller']} in {timeout_s:g} s: {seen}"
+            f"{name}: no answer from the controller at {controller.address} in {timeout_s:g} s: {seen}"
         )
 
     return wire.run(answer())

@@ -169,6 +169,16 @@ class Backups:
                 return f"node {rank}: {told.message.trouble}"
         return ""
 
+    def steps_of(self, node_rank: int, ranks: Sequence[int]) -> tuple[int, int]:
+        """The newest steps of all ranks of a node that are sealed there, and that another node holds; -1: none."""
+        told = self._told.get(node_rank)
+        if not ranks or not self._told:
+            return -1, -1
+        sealed = _newest(told.own, ranks) if told is not None else -1
+        holders = self._holders.get(ranks[0], ())
+        others = (self._told[one] for one in holders if one != node_rank)
+        return sealed, max((_newest(one.backups, ranks) for one in others), default=-1)
+
     def _watch(self, cluster: Cluster, now_s: float) -> None:
         peers = set(cluster.agents().values())
         for peer in self._sent.keys() - peers:
@@ -245,6 +255,18 @@ def _common(held: Mapping[int, Collection[int]], ranks: Sequence[int]) -> frozen
     sets = [set(held.get(rank, ())) for rank in ranks]
     words = sets[0].intersection(*sets[1:]) if sets else set[int]()
     return frozenset(key for key in map(_key, words) if key is not None)
+
+
+def _newest(held: Mapping[int, tuple[int, ...]], ranks: Sequence[int]) -> int:
+    """The step of the newest snapshot that exists for every one of these ranks; -1: there is none."""
+    first = held.get(ranks[0], ())
+    if not first:
+        return -1
+    if all(held.get(rank) == first for rank in ranks):
+        key = _key(max(first))
+    else:
+        key = max(_common(held, ranks), default=None)
+    return key.step if key is not None else -1
 
 
 def _key(word: int) -> Key | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from keepstep.core.finding import Finding
 from keepstep.core.ranges import fold_nodes
 from keepstep.core.summary import ClockSample, Endpoint, GroupInfo, HostCause
-from keepstep.wire.messages import Heartbeat, RankBeat
+from keepstep.wire.messages import Heartbeat, KeptSteps, PathRate, RankBeat
 
 _MOST_GROUPS = 262_144
 _MOST_MEMBERS = 16_000_000  # most members in all groups together
@@ -19,6 +19,7 @@ _CLOCK_SAMPLES_OF_NODE = 2048
 _MOST_ENDPOINTS = 4  # addresses kept for probes of one node
 _PLACE = re.compile(r"rank (\d{1,8}) of (\d{1,8})\b")  # what the NCCL shim says of a communicator
 INSIDE_S = 3.0  # time without progress after which ranks in an operation are asked what they have called
+_NOTHING_KEPT = KeptSteps()
 _CAUSES_S = 30.0  # how long a host cause counts after it was reported
 
 
@@ -48,6 +49,8 @@ class Node:
     incarnation: int = 0  # in which the ranks play that its agent watches
     failure_domain: str = ""  # nodes of the same domain may be lost together
     endpoints: tuple[Endpoint, ...] = ()  # where its agent answers probes
+    paths: tuple[PathRate, ...] = ()  # what its workers sent lately, as it told last
+    kept: KeptSteps = _NOTHING_KEPT
     clock: deque[ClockSample] = field(default_factory=deque[ClockSample])
 
     def back(self) -> None:
@@ -129,6 +132,10 @@ class Cluster:
             self.inside_nodes += 1 if inside else -1
         if beat.clock:
             node.clock.extend(beat.clock)
+        if beat.paths:
+            node.paths = beat.paths
+        if beat.kept is not None:
+            node.kept = beat.kept
         if beat.causes:
             node.causes, node.causes_s = beat.causes, now_s
 
@@ -222,6 +229,7 @@ class Cluster:
                 self.nodes[rank] = Node(rank, names[rank], clock=deque(maxlen=self._window()))
             else:
                 node.beat, node.overdue, node.inside, node.left, node.lost_s = None, False, False, False, None
+                node.paths = ()
         self.overdue_nodes = self.inside_nodes = 0
         self.left.clear()
         self.groups.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -32,10 +33,13 @@ from keepstep.control.effects import (
     Tell,
     WriteIncident,
 )
+from keepstep.control.followed import Window
+from keepstep.control.following import Viewers
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.overview import answer_to_look
 from keepstep.control.run_status import status_of
 from keepstep.control.settings import Settings
+from keepstep.control.status_writer import StatusWriter, write_status
 from keepstep.core.errors import RunError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
@@ -52,6 +56,7 @@ _TICK_S = 0.1
 _FEW_NODES, _RARELY_S = 1024, 5.0  # with more nodes, status.json is written this rarely
 _UNANSWERED = tuple(f"[Errno {one}]" for one in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH))
 _MOST_UNWRITTEN = 1000
+_LAST_WRITE_S = 10.0  # longest wait at the end for a status that is being written
 _REACH_S = 5.0  # after so long without an answer an election port is reported as unreachable
 
 _EffectHandler: TypeAlias = Callable[[Any, Any], None]
@@ -129,9 +134,6 @@ class RunFiles:
     def write_placements(self, placements: Placements) -> None:
         write_whole(self.folder / "placement.json", msgspec.json.encode(placements))
 
-    def write_status(self, status: msgspec.Struct) -> None:
-        write_whole(self.folder / "status.json", msgspec.json.encode(status))
-
 
 class ControlServer:
     """One controller process. ``main`` runs until the job is over, SIGTERM comes, or the parent dies."""
@@ -156,13 +158,18 @@ class ControlServer:
         self._next_status_s = 0.0
         self._failures = 0
         self._unwritten: dict[str, Callable[[], None]] = {}  # files that could not be written yet
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._status = StatusWriter(self._status_tried)
+        window = Window(self._controller, options.layout, self._counters, time.monotonic, time.time)
+        self._viewers = Viewers(window.answer, lambda s, call: asyncio.get_running_loop().call_later(s, call))
         self._color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
     async def main(self) -> int:
         """Serve; returns the process's exit code."""
         options = self._options
         self._restore()
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
+        self._status.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
         tls = wire.server_context(options.tls) if options.tls is not None else None
@@ -177,6 +184,8 @@ class ControlServer:
         self._carry_out(self._controller.end(time.monotonic()))
         self._write_status(time.monotonic())
         await self._server.close()
+        if not await asyncio.to_thread(self._status.close, _LAST_WRITE_S):
+            logger.error("%s: the last status could not be written in time", options.run_dir)
         return 0
 
     async def _listen(self, tls: ssl.SSLContext | None) -> wire.Server:
@@ -210,10 +219,16 @@ class ControlServer:
     # Events from the wire. An error in the core is logged and counted, and must not end the server.
 
     def _opened(self, connection: wire.Connection) -> None:
+        if connection.role == "viewer":
+            self._viewers.opened(connection)
+            return
         self._connections[connection.number] = connection
         self._controller.connected(connection.number, connection.role)
 
     def _closed(self, connection: wire.Connection, reason: str) -> None:
+        if connection.role == "viewer":
+            self._viewers.closed(connection)
+            return
         self._connections.pop(connection.number, None)
         if (reaching := self._reaching.pop(connection.number, None)) is not None:
             reaching.cancel()
@@ -226,7 +241,9 @@ class ControlServer:
     def _message(self, connection: wire.Connection, message: wire.Message) -> None:
         number, now_s = connection.number, time.monotonic()
         # Who looks changes nothing.
-        if isinstance(message, wire.Look):
+        if connection.role == "viewer":
+            self._viewers.message(connection, message)
+        elif isinstance(message, wire.Look):
             self._guarded(lambda: [Send((number,), answer_to_look(self._controller, now_s))])
         else:
             self._guarded(lambda: self._controller.message(number, message, now_s))
@@ -254,13 +271,27 @@ class ControlServer:
             self._write_status(now_s)
         asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
-    def _write_status(self, now_s: float) -> None:
+    def _counters(self) -> dict[str, int]:
         assert self._server is not None
-        counters = {**self._server.counters.as_dict(), "errors": self._failures}
-        self._keep(
-            "status", self._files.write_status, status_of(self._controller, now_s, time.time(), counters)
-        )
-        for name, write in list(self._unwritten.items()) if "status" not in self._unwritten else ():
+        return {**self._server.counters.as_dict(), "errors": self._failures}
+
+    def _write_status(self, now_s: float) -> None:
+        status = status_of(self._controller, now_s, time.time(), self._counters())
+        folder = self._options.run_dir
+        self._status.write(lambda: write_status(folder, *status))
+
+    def _status_tried(self, error: OSError | None) -> None:
+        """Called in the writer's thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # it was given up, and the loop has ended
+            self._loop.call_soon_threadsafe(self._status_written, error)
+
+    def _status_written(self, error: OSError | None) -> None:
+        """Where the folder can be written, write what could not be before."""
+        if error is not None:
+            self._cannot_write(error)
+            return
+        for name, write in list(self._unwritten.items()):
             self._try(name, write)
 
     # Effects of the core.
@@ -321,10 +352,13 @@ class ControlServer:
         except OSError as error:
             if name in self._unwritten or len(self._unwritten) < _MOST_UNWRITTEN:
                 self._unwritten[name] = write
-            text = unwritten(self._options.run_dir, error.strerror or str(error))
-            for line in self._controller.notices.fresh((text,), time.monotonic()):
-                logger.error("%s: %s", error.filename, error.strerror)
-                self._print(f"keepstep: {one_line(line)}")
+            self._cannot_write(error)
+
+    def _cannot_write(self, error: OSError) -> None:
+        text = unwritten(self._options.run_dir, error.strerror or str(error))
+        for line in self._controller.notices.fresh((text,), time.monotonic()):
+            logger.error("%s: %s", error.filename, error.strerror)
+            self._print(f"keepstep: {one_line(line)}")
 
     def _say(self, effect: Say) -> None:
         run, now_s = spoken(self._options.run_dir), steady_unix_s(time.monotonic())

@@ -14,11 +14,16 @@ from keepstep.wire.messages.looking import MOST_FAULTS
 _MOST_TEXT = 200
 
 
+def elsewhere(controller: Controller) -> Moved | None:
+    """Where the job's controller is, where the job has come to another one than this."""
+    return controller.placing.elsewhere if not controller.rendezvous.placements else None
+
+
 def answer_to_look(controller: Controller, now_s: float) -> Overview | Moved:
-    """How the job stands; or where its controller is, where the job has come to another one than this."""
+    """How the job stands, or `elsewhere`."""
+    if (moved := elsewhere(controller)) is not None:
+        return moved
     rendezvous = controller.rendezvous
-    if not rendezvous.placements and controller.placing.elsewhere is not None:
-        return controller.placing.elsewhere
     recent = list(controller.cases.desk.register.recent.values())
     members = {launcher.node for launcher in rendezvous.placements}
     state = controller.state(now_s)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from keepstep.control.cluster import Node
 from keepstep.control.controller import Controller
 from keepstep.control.membership.pauses import Drained
 from keepstep.core.incident import Recovery
+from keepstep.traces.runs import RANKS_FILE
 from keepstep.wire.messages import RankBeat
 
 STATUS_SCHEMA = 1
+_FEW_NODES = 1024  # with more nodes, the rows of ranks are in a file of their own
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -24,6 +29,11 @@ class NodeStatus(msgspec.Struct, frozen=True):
     dropped: int  # ring records that were lost
     ranks: tuple[RankBeat, ...]  # rows in the order of ``Status.rank_columns``
     notices: tuple[str, ...] = ()  # what is not watched or not written there, and why
+    # The newest steps of all its ranks that are kept there, on another node, and on storage; -1: none.
+    sealed_step: int = -1
+    backed_up_step: int = -1
+    stored_step: int = -1
+    storage_troubles: tuple[str, ...] = ()
 
 
 class BackupStatus(msgspec.Struct, frozen=True):
@@ -59,31 +69,63 @@ class Status(msgspec.Struct, frozen=True):
     # nodes that an operator has drained, which the scheduler is to give to nobody
     drained: tuple[Drained, ...] = ()
     most_nodes: int = 0  # nodes that the job may have; it has fewer after it has lost some
+    ranks_file: str = (
+        ""  # the file with the rows of ranks (a msgpack list of `RankRows`); "": they are in ``nodes``
+    )
 
 
-def status_of(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
-    """The status as the controller sees it at ``now_s``."""
-    cluster = controller.cluster
-    nodes: list[NodeStatus] = []
-    for rank, node in sorted(cluster.nodes.items()):
-        seen, beat = node.heard_s, node.beat
-        agent = "gone" if node.agent_pid else "none"
-        if node.silent or node.agent is not None:
-            agent = "silent" if node.silent else "ok"
-        nodes.append(
-            NodeStatus(
-                rank,
-                node.name,
-                agent,
-                "ok" if node.launcher is not None else "gone",
-                None if seen is None else round(max(now_s - seen, 0.0), 3),
-                node.agent_starts,
-                beat.dropped if beat else 0,
-                beat.ranks if beat else (),
-                beat.notices if beat else (),
-            )
-        )
-    state = controller.state(now_s)
+RankRows = tuple[int, tuple[RankBeat, ...]]  # node rank, rows in the order of ``Status.rank_columns``
+
+
+def status_of(
+    controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]
+) -> tuple[Status, list[RankRows]]:
+    """The status as the controller sees it at ``now_s``, and the rows of ranks where they are not in it."""
+    nodes = [node for _, node in sorted(controller.cluster.nodes.items())]
+    apart = len(nodes) > _FEW_NODES
+    rows = [node_status(controller, node, now_s, with_ranks=not apart) for node in nodes]
+    status = job_status(controller, now_s, unix_s, counters)
+    status = msgspec.structs.replace(status, nodes=tuple(rows), ranks_file=RANKS_FILE if apart else "")
+    return status, list(map(rank_rows, nodes)) if apart else []
+
+
+def node_status(controller: Controller, node: Node, now_s: float, *, with_ranks: bool) -> NodeStatus:
+    """The status of a node at ``now_s``."""
+    seen, beat, kept = node.heard_s, node.beat, node.kept
+    agent = "gone" if node.agent_pid else "none"
+    if node.silent or node.agent is not None:
+        agent = "silent" if node.silent else "ok"
+    sealed, backed_up = controller.backups.steps_of(node.rank, node.ranks)
+    return NodeStatus(
+        node.rank,
+        node.name,
+        agent,
+        "ok" if node.launcher is not None else "gone",
+        None if seen is None else round(max(now_s - seen, 0.0), 3),
+        node.agent_starts,
+        beat.dropped if beat else 0,
+        beat.ranks if beat and with_ranks else (),
+        beat.notices if beat else (),
+        max(sealed, kept.sealed),
+        backed_up,
+        kept.stored,
+        kept.troubles,
+    )
+
+
+def rank_rows(node: Node) -> RankRows:
+    """The newest heartbeat of every rank of a node."""
+    return node.rank, node.beat.ranks if node.beat else ()
+
+
+def packed_list(items: Sequence[bytes]) -> bytes:
+    """The msgpack list of items that are msgpack."""
+    return b"\xdd" + len(items).to_bytes(4, "big") + b"".join(items)
+
+
+def job_status(controller: Controller, now_s: float, unix_s: float, counters: dict[str, int]) -> Status:
+    """The status at ``now_s`` without its nodes."""
+    cluster, state = controller.cluster, controller.state(now_s)
     return Status(
         STATUS_SCHEMA,
         unix_s,
@@ -91,7 +133,7 @@ def status_of(controller: Controller, now_s: float, unix_s: float, counters: dic
         cluster.known_ranks,
         cluster.newest_step,
         tuple(incident.number for incident in controller.cases.incidents),
-        tuple(nodes),
+        (),
         RankBeat.__struct_fields__,
         {
             **counters,

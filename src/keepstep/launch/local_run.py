@@ -75,6 +75,7 @@ class LocalRun:
             "nodes": place.node_count if place else job.max_nodes,
             "nproc": job.nproc,
             "world_size": place.world_size if place else None,
+            **({"layout": job.layout} if job.layout else {}),
             "started_unix_s": self._started_unix_s,
             "version": __version__,
             "controller": str(controller) if controller else None,

@@ -6,10 +6,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -18,11 +19,15 @@ from keepstep.core.process_mark import is_alive
 from keepstep.core.regular_files import open_regular, read_regular
 from keepstep.core.summary import IterationSummary
 
-_MOST_JSON_BYTES = 64 << 20
+RANKS_FILE = "ranks.msgpack"  # the rows of ranks that are not in ``status.json``: a list of [node rank, rows]
+_MOST_BYTES = 64 << 20  # of one file
 _LONGEST_LINE = 4 << 20
 _MOST_LOG_BYTES = 80 << 20  # of one log of iterations, which agents keep below 64 MiB
 _MOST_RANKS = 1 << 20
 _MOST_STEPS = 1 << 53
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_ROWS = msgspec.msgpack.Decoder(list[tuple[int, list[Any]]])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,17 @@ class Run:
         return _read_json(self.path / "run.json") or {}
 
     def status(self) -> dict[str, Any] | None:
-        """The content of ``status.json`` as the controller last wrote it; None before the first."""
-        return _read_json(self.path / "status.json")
+        """The content of ``status.json`` as the controller last wrote it; None before the first.
+
+        The rows of ranks, which of large jobs are in a file beside it, are put into its nodes.
+        """
+        found = _read_json(self.path / "status.json")
+        if found and found.get("ranks_file") == RANKS_FILE:
+            rows = dict(_read(self.path / RANKS_FILE, _ROWS.decode, "msgpack") or ())
+            with suppress(LookupError, TypeError, AttributeError):  # who shows it says that it was edited
+                for node in found["nodes"]:
+                    node["ranks"] = rows.get(node["node_rank"], [])
+        return found
 
     def checkpoints(self) -> dict[int, dict[str, Any]]:
         """The contents of ``nodes/*/checkpoints.json`` by node: which steps are on storage, or on their way there."""
@@ -148,13 +162,17 @@ def _iteration(rank: int, step: int, cells: dict[str, Any]) -> IterationSummary:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
+    return _read(path, _OBJECT.decode, "JSON")
+
+
+def _read(path: Path, decode: Callable[[bytes], T], kind: str) -> T | None:
     try:
-        return msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES), type=dict[str, Any])
+        return decode(read_regular(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(
-            f"{path}: not the JSON that keepstep writes ({error}); the file was cut or edited"
+            f"{path}: not the {kind} that keepstep writes ({error}); the file was cut or edited"
         ) from error

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks
-from keepstep.detect.secrets import blanked
 
 _STACK = "Look at its stack: a lock, a data loader, a retry loop."
 _CALLS = "Look at the call sites in the evidence."
@@ -161,4 +160,6 @@ def command(text: str, verb: str, *words: str) -> Step:
 
 def clean(text: str) -> str:
     """Foreign text in one line that is safe for a terminal, with secrets blanked."""
+    from keepstep.detect.secrets import blanked  # `detect` takes longer to load than all of `keepstep ls`
+
     return one_line(blanked(text))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from keepstep.core.errors import RunError
+from keepstep.traces import Run, open_run
+from keepstep.view.folder import FolderSource
+from keepstep.view.live import LiveSource
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import RunSnapshot
 
@@ -12,10 +16,22 @@ from keepstep.view.snapshot import RunSnapshot
 class RunSource(Protocol):
     """A run that is looked at again and again. Not for several threads at once."""
 
-    samples: SampleStore
+    @property
+    def samples(self) -> SampleStore:
+        """Own times by rank and step."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that is in the folder was looked at once: until then samples and incidents are still read."""
+        ...
 
     def refresh(self) -> RunSnapshot:
         """Look again. What cannot be read is told in ``troubles`` of the snapshot, and the rest is shown."""
+        ...
+
+    def read_all(self) -> RunSnapshot:
+        """Look until all that is there was read once, as for a page that is written once."""
         ...
 
     def close(self) -> None:
@@ -23,9 +39,18 @@ class RunSource(Protocol):
         ...
 
 
-def open_source(run: str | Path) -> RunSource:
+def open_source(run: str | Path, *, from_folder: bool = False) -> RunSource:
     """The run of this name under ``./runs``, or in this folder: live over the wire, else as its files tell.
 
-    Raises RunError where there is no such run.
+    ``from_folder``: do not ask its controller. Raises RunError where there is no such run.
     """
-    raise NotImplementedError
+    opened = open_run(run)
+    return FolderSource(opened) if from_folder or not _may_be_asked(opened) else LiveSource(opened)
+
+
+def _may_be_asked(run: Run) -> bool:
+    """Whether the folder says that the run lives and where its controller is."""
+    try:
+        return run.end() is None and bool(run.describe().get("controller"))
+    except RunError:
+        return False

@@ -39,13 +39,15 @@ from keepstep.wire.messages import (
     LauncherMessage,
     Message,
     ToNode,
+    ToViewer,
+    ViewerMessage,
 )
 from keepstep.wire.secret import MOST_NAME, TAG_BYTES, RunKey
 from keepstep.wire.transfer import Echo, FromHolder, Ping, ToHolder
 from keepstep.wire.violation import AnotherJob, Unproven, Violation
 
 T = TypeVar("T")
-Role = Literal["agent", "launcher", "client", "peer", "elector", "prober", "checker"]
+Role = Literal["agent", "launcher", "client", "viewer", "peer", "elector", "prober", "checker"]
 
 HANDSHAKE_S = 5.0  # longest time from connecting to the proof
 HANDSHAKE_LIMIT = 1024
@@ -60,15 +62,17 @@ LIMITS: dict[str, int] = {
     "agent": 64 * MIB,
     "launcher": 2 * MIB,
     "client": 64 << 10,
+    "viewer": 4 << 10,
     "peer": 4 << 10,
     "elector": 4 << 10,
     "prober": 4 << 10,
     "checker": 256 << 10,
 }
 SERVER_LIMIT = 16 * MIB  # most bytes in one frame from a server, for example the rank table of a large job
-# An agent that asks another one for a state is a "peer", one that measures the path a "prober"; a launcher that asks
-# another one is an "elector"; a node of `keepstep check` that asks the host of the check is a "checker".
-TO_CONTROLLER = frozenset({"agent", "launcher", "client"})
+# A program that gives orders is a "client", one that only looks a "viewer". An agent that asks another one for a state
+# is a "peer", one that measures the path a "prober"; a launcher that asks another one is an "elector"; a node of
+# `keepstep check` that asks the host of the check is a "checker".
+TO_CONTROLLER = frozenset({"agent", "launcher", "client", "viewer"})
 TO_ELECTOR = frozenset({"elector"})
 TO_CHECK = frozenset({"checker"})
 
@@ -76,13 +80,15 @@ _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "agent": msgspec.msgpack.Decoder(AgentMessage),
     "launcher": msgspec.msgpack.Decoder(LauncherMessage),
     "client": msgspec.msgpack.Decoder(ClientMessage),
+    "viewer": msgspec.msgpack.Decoder(ViewerMessage),
     "peer": msgspec.msgpack.Decoder(ToHolder),
     "elector": msgspec.msgpack.Decoder(ToElector),
     "prober": msgspec.msgpack.Decoder(Ping),
     "checker": msgspec.msgpack.Decoder(ToHost),
 }
 _FROM_SERVER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToNode)
-_FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # decoders of roles whose server is not the controller
+_FROM: dict[str, msgspec.msgpack.Decoder[Any]] = {  # of roles that hear other messages than nodes do
+    "viewer": msgspec.msgpack.Decoder(ToViewer),
     "peer": msgspec.msgpack.Decoder(FromHolder),
     "elector": msgspec.msgpack.Decoder(FromElector),
     "prober": msgspec.msgpack.Decoder(Echo),

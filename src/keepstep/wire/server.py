@@ -91,6 +91,11 @@ class Connection(asyncio.Protocol):
         """The role that the peer has claimed, for example "agent"; empty before it has."""
         return self._channel.role if self._channel else ""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """How many bytes wait until the peer reads."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def send(self, message: Message) -> None:
         """Queue a message; it is dropped if the connection is closed."""
         self.send_encoded(encode(message))
@@ -102,7 +107,7 @@ class Connection(asyncio.Protocol):
             return
         self._send_bytes(transport, channel.send_encoded(body))
         self._server.counters.messages_out += 1
-        if transport.get_write_buffer_size() > self._server.limits.unsent_bytes:
+        if self.unsent_bytes > self._server.limits.unsent_bytes:
             self.refuse(Violation("slow-reader", f"{self.peer} does not read what it is sent"))
 
     def close(self, reason: str = "") -> None:

@@ -33,6 +33,7 @@ class StepLog:
         self._file, self._size = -1, 0  # descriptor, and bytes of the file
         self._lines: deque[bytes] = deque()  # not in the file yet
         self._waiting = 0  # bytes of them
+        self._incarnation = 0
         self.trouble = ""  # why they cannot be written; "": they can
         self._written_to = _last_times(path)
         try:
@@ -42,12 +43,13 @@ class StepLog:
         except OSError as error:
             self.trouble = error.strerror
 
-    def claimed(self, rank: int, began_unix_s: float, now_unix_s: float) -> None:
+    def claimed(self, rank: int, began_unix_s: float, now_unix_s: float, incarnation: int = 0) -> None:
         """Note when the rank's process began to write, and the time now, by the clock of its iterations.
 
         Steps outside of that are of another process: the clock may have been set back since, and its steps would
-        be taken for written.
+        be taken for written. ``incarnation``: the lines from now on are of it.
         """
+        self._incarnation = max(self._incarnation, incarnation)
         if not began_unix_s <= self._written_to.get(rank, 0.0) <= now_unix_s:
             self._written_to.pop(rank, None)
 
@@ -116,7 +118,8 @@ class StepLog:
     def _write_until(self, last: int) -> None:
         for step in sorted(number for number in self._open if number <= last):
             ranks = ",".join(self._open.pop(step).values())
-            self._lines.append(f'{{"step":{step},"ranks":{{{ranks}}}}}\n'.encode())
+            incarnation = f',"inc":{self._incarnation}' if self._incarnation else ""
+            self._lines.append(f'{{"step":{step}{incarnation},"ranks":{{{ranks}}}}}\n'.encode())
             self._waiting += len(self._lines[-1])
             while self._waiting > _MOST_WAITING_BYTES:
                 self._waiting -= len(self._lines.popleft())

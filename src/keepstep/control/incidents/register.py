@@ -42,6 +42,8 @@ class Register:
         self.newest_number = 0  # the highest incident number given out in this run
         self.now_s = 0.0  # the time of the last tick
         self.recent: dict[int, Incident] = {}  # the last incidents by number, each as it was published last
+        self.version = 0  # how many changes of incidents there were
+        self._versions: dict[int, int] = {}  # of the last incidents, by number
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
         self._patience, self._talk = patience, Talk()
         self._effects, self._unix_s = effects, unix_s
@@ -89,11 +91,11 @@ class Register:
         A hang's next action depends on ``standing`` (the finding of a rank that is still stuck) and on the last known
         ``states`` of ranks.
         """
-        self._note(incident)
         waits = incident.status == "open" and not incident.actions
         what, in_s = self._outlook(incident, standing, states or {}) if waits else ("", None)
         at_unix_s = None if in_s is None else self._unix_s(self.now_s + in_s)
         incident = replace(incident, next_action=what, next_unix_s=at_unix_s)
+        self._note(incident)
         self._effects.append(WriteIncident(incident))
         if told := self._talk.tells(incident, say, self.now_s):
             if told == "verdict":
@@ -105,6 +107,11 @@ class Register:
             change = incident.onset_step if incident.relief_step is None else incident.relief_step
             if change not in self._changes:
                 self._changes.append(change)
+
+    def changed_since(self, version: int) -> list[tuple[int, Incident]]:
+        """The recent incidents that have changed since this version, the first change first, with their versions."""
+        changed = [(at, number) for number, at in self._versions.items() if at > version]
+        return [(at, self.recent[number]) for at, number in sorted(changed)]
 
     def is_overdue(self, incident: Incident) -> bool:
         """Whether nothing was printed of an open slowdown, and it has lasted."""
@@ -137,9 +144,11 @@ class Register:
         return hang_outlook(blamed, states, self._patience) if blamed else (f"none: {why_not}", None)
 
     def _note(self, incident: Incident) -> None:
-        self.recent[incident.number] = incident
+        self.version += 1
+        self.recent[incident.number], self._versions[incident.number] = incident, self.version
         if len(self.recent) > _MOST_RECENT:
-            del self.recent[min(self.recent)]
+            oldest = min(self.recent)
+            del self.recent[oldest], self._versions[oldest]
         if any(action.name == END_HUNG for action in incident.actions):
             for culprit in incident.culprits:
                 if culprit.rank is not None:

@@ -28,6 +28,7 @@ _CONTENT = (
     "run.json",
     "secret",
     "status.json",
+    "ranks.msgpack",
     "placement.json",
     "stop.json",
     *(f"council-{term}{end}" for term in range(1, 100) for end in (".json", ".stop.json")),

@@ -38,7 +38,9 @@ LauncherMessage = (
     Hello | Join | Found | Recovered | Failed | Halted | Sealed | Kept | Imports | Words | Ended | Bye
 )
 ClientMessage = Hello | Validate | Operate | Moved | Look | Bye
-ToController = AgentMessage | LauncherMessage | ClientMessage
+ViewerMessage = Hello | Look | Follow | Bye
+ToController = AgentMessage | LauncherMessage | ClientMessage | ViewerMessage
+ToViewer = Overview | Followed | Moved | Refused
 ToNode = (
     Welcome
     | Placement

@@ -16,6 +16,7 @@ MOST_FAMILIES = 1 << 16  # most parameters of a rank whose checksums are compare
 MOST_KEPT = 16  # most tensors that belong to one of them, with itself
 LEAST_HOLD_S, MOST_HOLD_S = 5.0, 20.0  # bounds on how long a validation may hold the job
 MOST_NOTICES = 16  # most that one node's operator is told at once
+MOST_PATHS = 64  # most network paths of a node that a heartbeat tells of
 MOST_SAID = 64  # most lines that one message with words holds
 MOST_LABEL = 100  # most characters in a failure domain's name
 MOST_SEATS = 7  # most launchers in a council
@@ -34,6 +35,7 @@ Label = Annotated[str, msgspec.Meta(max_length=MOST_LABEL)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Line = Annotated[str, msgspec.Meta(max_length=500)]
 Token = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Term = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 LoadBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOAD_BYTES)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -20,8 +20,9 @@ from keepstep.core.summary import (
     PeerTraffic,
     RankState,
 )
-from keepstep.wire.messages.limits import MOST_NOTICES, MOST_SAID, Line, LoadBytes, Message
+from keepstep.wire.messages.limits import MOST_NOTICES, MOST_PATHS, MOST_SAID, Line, LoadBytes, Message
 
+Address = Annotated[str, msgspec.Meta(max_length=64)]
 Ports = Annotated[tuple[PortTraffic, ...], msgspec.Meta(max_length=64)]
 
 
@@ -48,6 +49,26 @@ class RankBeat(msgspec.Struct, frozen=True, array_like=True, gc=False):
     watched: bool = True  # False: it is known that its process writes no ring
 
 
+class PathRate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a node's workers lately sent from one address to another; of ranks where NCCL counts (`rank_address`)."""
+
+    source: Address
+    target: Address
+    over: Literal["TCP", "NCCL"]
+    bytes: float
+    busy_s: float  # time with something under way, summed over the connections
+    usual_bytes_per_s: float = 0.0  # bytes / busy_s in the run before; 0: not known
+    retransmits_per_s: float = 0.0
+
+
+class KeptSteps(msgspec.Struct, frozen=True, array_like=True):
+    """The newest steps that are kept of all ranks of a node; -1: none."""
+
+    sealed: int = -1  # in the node's memory
+    stored: int = -1  # on storage
+    troubles: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MOST_NOTICES)] = ()  # why steps are not
+
+
 class Heartbeat(Message, frozen=True, gc=False):
     """Sent once a second by every agent."""
 
@@ -60,6 +81,9 @@ class Heartbeat(Message, frozen=True, gc=False):
     dropped: int = 0  # ring records dropped or lost so far
     # what is not watched or not written on this node at present, and why
     notices: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MOST_NOTICES)] = ()
+    # Every ten seconds, what was sent in them; the busiest paths, and one of each address of the node.
+    paths: Annotated[tuple[PathRate, ...], msgspec.Meta(max_length=MOST_PATHS)] = ()
+    kept: KeptSteps | None = None  # when that has changed
 
 
 class Found(Message, frozen=True):

@@ -96,11 +96,13 @@ def test_a_restarted_job_writes_its_steps_again(tmp_path: Path) -> None:
         log.add(iteration(rank, 0), 100.0)
     log.add(iteration(0, 1), 101.0)
     log.flush()  # what the agent does when a ring has a new writer
+    log.claimed(0, 150.0, 160.0, 1)
     for step in (0, 1):
         for rank in (0, 1):
             log.add(iteration(rank, step), 200.0 + step)
     log.close()
     assert [(line["step"], len(line["ranks"])) for line in lines(path)] == [(0, 2), (1, 1), (0, 2), (1, 2)]
+    assert [line.get("inc", 0) for line in lines(path)] == [0, 0, 1, 1]
 
 
 def test_a_line_says_of_how_many_steps_it_has_the_means(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Makes the table of all ranks from the heartbeats of each node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.view.snapshot import RankTable
+from keepstep.wire.messages import RankBeat
+
+_MOST_RANKS, _MOST_STEPS, _MOST_CODE = 1 << 20, 1 << 53, 1 << 15
+
+
+def rank_table(nodes: Iterable[tuple[int, Sequence[RankBeat]]]) -> RankTable:
+    """The heartbeats of the ranks on each node, by node rank, as one table in the order of ranks.
+
+    Left out: ranks, steps and phases that no rank can have. Of two nodes that tell of one rank the later one counts.
+    """
+    beats: list[RankBeat] = []
+    counts: list[int] = []
+    numbers: list[int] = []
+    for number, ranks in nodes:
+        beats.extend(ranks)
+        counts.append(len(ranks))
+        numbers.append(number)
+    rank = _column([one.rank for one in beats], np.int64)
+    step = _column([one.step for one in beats], np.int64)
+    phase = _column([one.phase for one in beats], np.int64)
+    node = np.repeat(_column(numbers, np.int64), counts)
+    table = RankTable(
+        rank.astype(np.int32),
+        node.astype(np.int32),
+        step,
+        phase.astype(np.int16),
+        _column([one.iteration_s for one in beats], np.float32),
+        _column([one.self_s for one in beats], np.float32),
+        _column([one.idle_s for one in beats], np.float32),
+        _column([one.overdue_s for one in beats], np.float32),
+        _column([one.alive for one in beats], np.bool_),
+        _column([one.watched for one in beats], np.bool_),
+    )
+    sound = (rank >= 0) & (rank < _MOST_RANKS) & (step >= -1) & (step < _MOST_STEPS)
+    sound &= (abs(phase) < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
+    if sound.all() and (rank[1:] > rank[:-1]).all():
+        return table
+    chosen = np.flatnonzero(sound)
+    # The last of those with one rank, which `unique` finds first in the reversed order.
+    _, last = np.unique(rank[chosen][::-1], return_index=True)
+    return _picked(table, chosen[::-1][last])
+
+
+def _column(values: Sequence[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """The values as an array; a number too large for it becomes one that no rank can have."""
+    try:
+        with np.errstate(over="ignore"):
+            return np.fromiter(values, kind, len(values))
+    except OverflowError:
+        return np.array([value if -(1 << 62) < value < 1 << 62 else -2 for value in values], kind)
+
+
+def _picked(table: RankTable, rows: npt.NDArray[np.intp]) -> RankTable:
+    return RankTable(*(getattr(table, name)[rows] for name in RankTable.__slots__))
