@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -72,24 +74,35 @@ def test_mlflow_in_files_and_in_the_run_of_the_job(tmp_path: Path, notices: list
     assert len(client.list_artifacts(job, "keepstep")) == 2
 
 
-def test_wandb_offline(tmp_path: Path, notices: list[Notice]) -> None:
-    datastore = pytest.importorskip("wandb.sdk.internal.datastore", reason="no wandb")
-    from wandb.proto import wandb_internal_pb2
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The records in a file of W&B: a log as LevelDB's, in blocks of 32 KiB behind 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(content):
+        room = 32_768 - at % 32_768
+        if room < 7:
+            at += room
+            continue
+        _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
 
+
+def test_wandb_offline(tmp_path: Path, notices: list[Notice]) -> None:
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="no wandb")
     options = TrackerOptions("wandb", "r", "p", mode="offline", folder=str(tmp_path), run_id="job1")
     record(options, notices)
     (path,) = tmp_path.glob("wandb/offline-run-*-job1/run-job1.wandb")
-    store = datastore.DataStore()
-    store.open_for_scan(str(path))
-    rows, alerts = [], []
-    while (content := store.scan_data()) is not None:
-        found = wandb_internal_pb2.Record.FromString(content)
+    rows: list[dict[str, object]] = []
+    alerts: list[str] = []
+    for content in wandb_records(path.read_bytes()):
+        found = proto.Record.FromString(content)
         if found.HasField("history"):
+            items = found.history.item
             rows.append(
-                {
-                    ".".join(i.nested_key) or i.key: msgspec.json.decode(i.value_json)
-                    for i in found.history.item
-                }
+                {".".join(one.nested_key) or one.key: msgspec.json.decode(one.value_json) for one in items}
             )
         if found.HasField("alert"):
             alerts.append(found.alert.title)
