@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+
+_SOON_S = 0.02
 
 
 class NotDeliveredError(Exception):
@@ -26,8 +30,6 @@ def words_of(error: Exception) -> str:
         return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed ({error.reason or 'cut off'})"
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return "the connection was closed" if isinstance(error, (EOFError, OSError)) else type(error).__name__
@@ -39,6 +41,15 @@ class Deadline:
 
     def __init__(self) -> None:
         self.has_passed = False
+        self._until_s = math.inf
+
+    def words_of(self, error: Exception, seconds: float) -> str:
+        """Why it failed, after ``seconds`` at most."""
+        # The socket's own timeout, which smtplib calls a lost connection, may come first.
+        late = (
+            self.has_passed or isinstance(error, TimeoutError) or time.monotonic() >= self._until_s - _SOON_S
+        )
+        return f"no answer within {seconds:g} s" if late else words_of(error)
 
     @contextmanager
     def within(self, seconds: float, connected: Callable[[], socket.socket | None]) -> Generator[None]:
@@ -50,6 +61,7 @@ class Deadline:
                 with suppress(OSError):
                     found.shutdown(socket.SHUT_RDWR)
 
+        self._until_s = time.monotonic() + seconds
         timer = threading.Timer(seconds, cut)
         timer.daemon = True
         timer.start()

@@ -25,7 +25,7 @@ def webhook_body(notice: Notice) -> bytes:
 
 
 def notice_schema() -> dict[str, Any]:
-    """The JSON schema of what a webhook gets, made from the dataclasses. It is in ``docs/reference/notice-schema.json``."""
+    """The JSON schema of what a webhook gets, made from the dataclasses: ``docs/reference/notice-schema.json``."""
     schema = msgspec.json.schema(Notice)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": NOTICE_SCHEMA_ID, **schema}
 

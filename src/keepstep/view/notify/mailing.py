@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 import smtplib
-import socket
 import ssl
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from email.message import EmailMessage
 from email.policy import SMTP
 from email.utils import format_datetime
-from datetime import datetime, timezone
 from typing import Literal
 
-from keepstep.view.notify.delivery import Deadline, NotDeliveredError, words_of
+from keepstep.view.notify.delivery import Deadline, NotDeliveredError
 from keepstep.view.notify.notice import Notice, plain
 from keepstep.view.notify.private import redacted
 
@@ -79,22 +78,25 @@ def send(
     except smtplib.SMTPRecipientsRefused as error:
         codes = [code for code, _ in error.recipients.values()]
         raise NotDeliveredError(
-            f"it refuses all recipients ({', '.join(map(str, sorted(set(codes))))})", is_final=min(codes) >= 500
+            f"it refuses all recipients ({', '.join(map(str, sorted(set(codes))))})",
+            is_final=min(codes) >= 500,
         ) from None
     except smtplib.SMTPNotSupportedError as error:
-        raise NotDeliveredError(f"it cannot do what is needed: {plain(str(error), 200)}", is_final=True) from None
+        raise NotDeliveredError(
+            f"it cannot do what is needed: {plain(str(error), 200)}", is_final=True
+        ) from None
     except smtplib.SMTPResponseException as error:
-        told = error.smtp_error.decode(errors="replace") if isinstance(error.smtp_error, bytes) else error.smtp_error
+        told = (
+            error.smtp_error.decode(errors="replace")
+            if isinstance(error.smtp_error, bytes)
+            else error.smtp_error
+        )
         said = plain(redacted(told, secrets), 200)
         raise NotDeliveredError(
             f"it answers {error.smtp_code}: {said}", is_final=error.smtp_code >= 500
         ) from None
-    except smtplib.SMTPServerDisconnected:
-        why = f"no answer within {timeout_s:g} s" if deadline.has_passed else "it closed the connection"
-        raise NotDeliveredError(why) from None
     except (OSError, smtplib.SMTPException, ValueError) as error:
-        why = f"no answer within {timeout_s:g} s" if deadline.has_passed else words_of(error)
-        raise NotDeliveredError(why) from None
+        raise NotDeliveredError(deadline.words_of(error, timeout_s)) from None
     finally:
         session.close()
 

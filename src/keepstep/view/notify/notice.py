@@ -161,4 +161,5 @@ def severity_of(incident: Incident) -> Severity:
 
 def confidence_in(culprits: Sequence[Culprit]) -> Confidence:
     """The confidence in the least sure culprit; ``low`` where nobody is named."""
-    return min((one.confidence for one in culprits), key=CONFIDENCES.index, default="low")
+    found = {one.confidence for one in culprits}
+    return next((word for word in CONFIDENCES if word in found), "low")

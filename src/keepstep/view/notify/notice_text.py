@@ -64,9 +64,7 @@ def _words(subject: Subject, window_s: float) -> tuple[str, Answer | None]:
 
 def _about(snapshot: RunSnapshot, incident: Incident) -> Answer:
     now_s = snapshot.unix_s + snapshot.age_s
-    return answer_about(
-        incident, snapshot.name, now_s, world=snapshot.world_size, spares=snapshot.spares
-    )
+    return answer_about(incident, snapshot.name, now_s, world=snapshot.world_size, spares=snapshot.spares)
 
 
 def _summary(folded: Folded) -> str:

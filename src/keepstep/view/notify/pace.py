@@ -22,7 +22,9 @@ class PacePoint:
     own_s: float | None  # median of the time in which a rank waited for nobody
     lost_share: float  # share of the time that is being lost: 0 all is well, 1 the job does not train
     open_incidents: int
-    loss_now_steps: int | None  # steps that would be lost with the worst placed node; None without checkpoints
+    loss_now_steps: (
+        int | None
+    )  # steps that would be lost with the worst placed node; None without checkpoints
 
     @property
     def series(self) -> dict[str, float]:
@@ -66,7 +68,7 @@ class Pace:
 
 
 def lost_share(snapshot: RunSnapshot) -> float:
-    """The share of the time that is being lost: all of it while the job stands, of a slow one what is above its pace."""
+    """The share of the time that is being lost: all while the job stands, what is above its pace while it is slow."""
     open_ones = snapshot.open_incidents
     if snapshot.state not in _TRAINS or any(one.kind in ("hang", "desync") for one in open_ones):
         return 1.0

@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
 from keepstep.core.errors import UsageError
-from keepstep.view.notify.delivery import Deadline, NotDeliveredError, words_of
+from keepstep.view.notify.delivery import Deadline, NotDeliveredError
 from keepstep.view.notify.notice import plain
 from keepstep.view.notify.private import redacted
 
@@ -89,21 +89,25 @@ def post(
     try:
         with deadline.within(timeout_s, lambda: connection.sock):
             connection.request("POST", target, body, {**headers, **more})
-            answer = connection.getresponse()
-            told = answer.read(_MOST_ANSWER_BYTES) if answer.status >= 300 else b""
+            with connection.getresponse() as answer:
+                told = answer.read(_MOST_ANSWER_BYTES) if answer.status >= 300 else b""
+        if deadline.has_passed:
+            raise TimeoutError  # half an answer may look like a whole one
     except (OSError, http.client.HTTPException, ValueError) as error:
-        why = f"no answer within {timeout_s:g} s" if deadline.has_passed else words_of(error)
-        raise NotDeliveredError(why) from None
+        raise NotDeliveredError(deadline.words_of(error, timeout_s)) from None
     finally:
         connection.close()
     if answer.status >= 300:
         raise _refused(answer.status, answer.getheader("Retry-After"), told, address.secrets)
 
 
-def _refused(status: int, retry_after: str | None, told: bytes, secrets: tuple[str, ...]) -> NotDeliveredError:
+def _refused(
+    status: int, retry_after: str | None, told: bytes, secrets: tuple[str, ...]
+) -> NotDeliveredError:
     if status < 400:
         return NotDeliveredError(
-            f"it answers {status} (go elsewhere), and that is not followed: give the final address", is_final=True
+            f"it answers {status} (go elsewhere), and that is not followed: give the final address",
+            is_final=True,
         )
     said = plain(redacted(told.decode(errors="replace"), secrets).strip(), 200)
     why = f"it answers {status}" + (f": {said}" if said else "")

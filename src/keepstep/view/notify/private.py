@@ -22,9 +22,7 @@ def read_private(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise UsageError(
-            f"{path}: {error.strerror}; write it with `(umask 077; cat > {path})`"
-        ) from None
+        raise UsageError(f"{path}: {error.strerror}; write it with `(umask 077; cat > {path})`") from None
     with os.fdopen(descriptor, "rb") as file:
         try:
             refuse_shared(path, os.fstat(descriptor))

@@ -78,11 +78,16 @@ class Receiver:
 
     def _run(self) -> None:
         while (snapshot := self._next()) is not None:
-            try:
-                self._tell(snapshot)
-            except Exception as error:  # what is told must never end with one odd snapshot
-                self._say(f"notify {self.name}: a snapshot could not be told: {type(error).__name__}: {error}")
+            self._tell_anyway(snapshot)
         self._file.close()
+
+    def _tell_anyway(self, snapshot: RunSnapshot) -> None:
+        """Tell what is new. One odd snapshot must not end the telling."""
+        try:
+            self._tell(snapshot)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._say(f"notify {self.name}: a snapshot could not be told: {why}")
 
     def _next(self) -> RunSnapshot | None:
         with self._has_news:
@@ -139,16 +144,22 @@ class Receiver:
     def _tried(self, notice: Notice) -> str | None:
         """Empty once it was delivered, else why it was given up; None where the server is stopped meanwhile."""
         for tries, wait_s in enumerate((*self._waits_s, None), start=1):
-            try:
-                self._send(notice)
-            except NotDeliveredError as error:
-                if error.is_final:
-                    return str(error)
-                if wait_s is None:
-                    return f"given up after {tries} tries: {error}"
-                wait_s = max(wait_s * random.uniform(1 - _SPREAD, 1 + _SPREAD), error.wait_s or 0.0)
-                if self._stopping.wait(wait_s):
-                    return None
-            else:
+            error = self._refusal(notice)
+            if error is None:
                 return ""
+            if error.is_final:
+                return str(error)
+            if wait_s is None:
+                return f"given up after {tries} tries: {error}"
+            spread_s = wait_s * random.uniform(1 - _SPREAD, 1 + _SPREAD)
+            if self._stopping.wait(max(spread_s, error.wait_s or 0.0)):
+                return None
+        return None
+
+    def _refusal(self, notice: Notice) -> NotDeliveredError | None:
+        """Send it once; returns why it did not arrive."""
+        try:
+            self._send(notice)
+        except NotDeliveredError as error:
+            return error
         return None

@@ -1,14 +1,14 @@
 """Who is told, as a TOML file says: webhooks, Slack, mail, trackers. Addresses and passwords are in files of their own.
 
-    least_severity = "warning"
+least_severity = "warning"
 
-    [webhook.pager]
-    url_file = "pager.url"
+[webhook.pager]
+url_file = "pager.url"
 
-    [mail.team]
-    server = "smtp.example.com:587"
-    from = "keepstep@example.com"
-    to = ["team@example.com"]
+[mail.team]
+server = "smtp.example.com:587"
+from = "keepstep@example.com"
+to = ["team@example.com"]
 """
 
 from __future__ import annotations
@@ -167,7 +167,9 @@ def read_receivers(path: Path, run: str, environ: Mapping[str, str]) -> list[Wan
     wanted += [reader.mail(name, one) for name, one in found.mail.items()]
     wanted += reader.trackers()
     if not wanted:
-        raise UsageError(f"{path}: names nobody to tell; add [webhook.NAME], [slack.NAME], [mail.NAME] or a tracker")
+        raise UsageError(
+            f"{path}: names nobody to tell; add [webhook.NAME], [slack.NAME], [mail.NAME] or a tracker"
+        )
     return wanted
 
 
@@ -187,7 +189,9 @@ class _Reader:
         url = self._private(where, "url", one.url_file, one.url_env)
         address = address_of(url, one.url_file or f"${one.url_env}")
         timeout_s = self._timeout_s(where, one)
-        return PostTo(where, self._rules(where, one), form, address, key, timeout_s, self._trusted(where, one))
+        return PostTo(
+            where, self._rules(where, one), form, address, key, timeout_s, self._trusted(where, one)
+        )
 
     def mail(self, name: str, one: _Mail) -> MailTo:
         where = f"mail.{name}"
@@ -199,10 +203,14 @@ class _Reader:
                 raise self._wrong(where, f"{mailbox!r} is no mail address like name@example.com")
         if not one.to:
             raise self._wrong(where, "to = [] names nobody")
-        password = self._private(where, "password", one.password_file, one.password_env, needed=bool(one.user))
+        password = self._private(
+            where, "password", one.password_file, one.password_env, needed=bool(one.user)
+        )
         if password and one.security == "none":
             raise self._wrong(where, 'a password is not sent with security = "none"; use "starttls" or "tls"')
-        server = MailServer(host.strip("[]"), int(port or _PORTS[one.security]), one.security, one.user, password)
+        server = MailServer(
+            host.strip("[]"), int(port or _PORTS[one.security]), one.security, one.user, password
+        )
         return MailTo(
             where,
             self._rules(where, one),
@@ -217,7 +225,13 @@ class _Reader:
         file, found = self._file, list[Wanted]()
         if (wandb := file.wandb) is not None:
             options = TrackerOptions(
-                "wandb", self._run, wandb.project, wandb.entity, wandb.run_id, wandb.mode, self._file_name(wandb.folder)
+                "wandb",
+                self._run,
+                wandb.project,
+                wandb.entity,
+                wandb.run_id,
+                wandb.mode,
+                self._file_name(wandb.folder),
             )
             found.append(self._track("wandb", wandb, options))
         if (board := file.tensorboard) is not None:
@@ -231,7 +245,9 @@ class _Reader:
             found.append(self._track("mlflow", mlflow, options))
         if (otel := file.otel) is not None:
             address_of(otel.url, f"{self._path}: otel.url")
-            options = TrackerOptions("otel", self._run, uri=otel.url, headers=self._headers(otel.headers_file))
+            options = TrackerOptions(
+                "otel", self._run, uri=otel.url, headers=self._headers(otel.headers_file)
+            )
             found.append(self._track("otel", otel, options))
         return found
 
@@ -252,13 +268,17 @@ class _Reader:
                 if (value := getattr(table, name)) is not None:
                     wishes[name] = value
         rules = msgspec.convert(wishes, Rules)
-        least = (rules.at_once - 1, rules.per_hour, rules.flapping_times - 2, rules.flapping_window_s, rules.silent_after_s)
-        if not all(value >= 0 for value in least):
-            raise self._wrong(where, "at_once is at least 1, flapping_times at least 2, and no time is negative")
+        times_s = (rules.per_hour, rules.flapping_window_s, rules.silent_after_s)
+        if rules.at_once < 1 or rules.flapping_times < 2 or not all(value >= 0 for value in times_s):
+            raise self._wrong(
+                where, "at_once is at least 1, flapping_times at least 2, and no time is negative"
+            )
         if rules.page_url:
             address_of(rules.page_url, f"{self._path}: page_url")
             if "#" in rules.page_url or not rules.page_url.isprintable():
-                raise self._wrong(where, "page_url must not hold the token behind a #: everybody who is told reads it")
+                raise self._wrong(
+                    where, "page_url must not hold the token behind a #: everybody who is told reads it"
+                )
         return rules
 
     def _private(self, where: str, what: str, file: str, variable: str, *, needed: bool = True) -> str:
@@ -287,7 +307,9 @@ class _Reader:
         try:
             return ssl.create_default_context(cafile=self._file_name(one.ca_file))
         except (OSError, ssl.SSLError) as error:
-            raise self._wrong(where, f"ca_file {one.ca_file}: {error.strerror or error.reason}") from None
+            raise self._wrong(
+                where, f"ca_file {one.ca_file}: {error.strerror or 'no certificates in PEM'}"
+            ) from None
 
     def _timeout_s(self, where: str, one: _Reached) -> float:
         if not 0.1 <= one.timeout_s <= 300:

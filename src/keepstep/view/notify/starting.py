@@ -55,7 +55,7 @@ class Telling:
     def settle(self, timeout_s: float) -> bool:
         """Wait until all receivers were told what was offered. Returns whether they were."""
         until_s = time.monotonic() + timeout_s
-        return all([one.settle(max(until_s - time.monotonic(), 0.0)) for one in self._receivers])
+        return all(one.settle(max(until_s - time.monotonic(), 0.0)) for one in self._receivers)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End within about ``timeout_s`` seconds, however many hang."""
@@ -72,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--notify-test", action="store_true", help=text)
 
 
-def start(
-    file: Path, run: str, folder: Path, environ: Mapping[str, str], say: Say | None = None
-) -> Telling:
+def start(file: Path, run: str, folder: Path, environ: Mapping[str, str], say: Say | None = None) -> Telling:
     """Begin to tell the receivers that ``file`` names of the run in ``folder``.
 
     Raises:
@@ -148,7 +146,9 @@ def _mail_sender(one: MailTo) -> Callable[[Notice], None]:
             send_mail(one.server, mail, one.sender, one.recipients, one.timeout_s, one.trusted)
         except NotDeliveredError as error:
             where = f"{one.server.host}:{one.server.port}"
-            raise NotDeliveredError(f"{where}: {error}", is_final=error.is_final, wait_s=error.wait_s) from None
+            raise NotDeliveredError(
+                f"{where}: {error}", is_final=error.is_final, wait_s=error.wait_s
+            ) from None
 
     return send
 

@@ -22,11 +22,12 @@ from keepstep.view.notify.notice import (
     severity_of,
 )
 from keepstep.view.notify.told import Folded, Told, ToldIncident
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.snapshot import RunEnd, RunSnapshot
 
 # Waits before a changed verdict of one incident is told again, in seconds: a verdict that wavers is told rarely.
 _CHANGE_WAITS_S = (0.0, 60.0, 600.0, 3600.0)
 _NOT_SEEN = ("", "silent")  # states of a snapshot that tell nothing of incidents
+_OVER = ("ended", "done", "failed")  # states of a job that has ended
 _SAME_S = 1.0  # times of one incident differ by less
 
 
@@ -69,6 +70,7 @@ class Notices:
         self._done = told.done_numbers()
         self._flapping = Flapping(told.flaps, rules.flapping_times, rules.flapping_window_s)
         self._has_new_done = False
+        self._settled: dict[int, Incident] = {}  # open ones of which all was told, as they were then
 
     def since(self, snapshot: RunSnapshot, now: float) -> list[Notice]:
         """What is to be told now. ``now``: Unix seconds on this host; it may stand still, and jump back."""
@@ -98,7 +100,7 @@ class Notices:
         if snapshot.state in _NOT_SEEN and snapshot.end is None and not snapshot.incidents:
             return False
         told = self.told
-        told.has_begun, told.has_ended = True, snapshot.end is not None
+        told.has_begun, told.has_ended = True, self._end_of(snapshot) is not None
         told.is_silent = self._is_silent(snapshot)
         told.allowance = float(self._rules.at_once)
         self._done.update(one.number for one in snapshot.incidents if one.status != "open")
@@ -107,7 +109,7 @@ class Notices:
 
     def _is_silent(self, snapshot: RunSnapshot) -> bool:
         """Whether nothing was heard for so long that it is told; a shorter silence changes nothing."""
-        if snapshot.end is not None:
+        if snapshot.end is not None or snapshot.state in _OVER:
             return False
         if snapshot.state in _NOT_SEEN and snapshot.age_s < self._rules.silent_after_s:
             return self.told.is_silent
@@ -118,7 +120,7 @@ class Notices:
         if is_silent == told.is_silent:
             return []
         told.is_silent = is_silent
-        if snapshot.end is not None:
+        if self._end_of(snapshot) is not None:
             return []  # that it ended is told
         key = "silence"
         if is_silent:
@@ -128,9 +130,9 @@ class Notices:
         return [] if held else [_Change("heard", "info")]
 
     def _incidents(self, snapshot: RunSnapshot, now: float) -> list[_Change]:
-        found: list[Notice] = []
+        found: list[_Change] = []
         for one in snapshot.incidents:
-            if one.number in self._done:
+            if one.number in self._done or self._settled.get(one.number) is one:
                 continue
             record = self.told.open.get(one.number)
             if record is not None:
@@ -141,6 +143,9 @@ class Notices:
                 self.told.open.pop(one.number, None)
                 self._done.add(one.number)
                 self._has_new_done = True
+                self._settled.pop(one.number, None)
+            elif record is None or record.blamed == _blamed(one):
+                self._settled[one.number] = one
         return found
 
     def _is_wanted(self, incident: Incident) -> bool:
@@ -152,7 +157,7 @@ class Notices:
 
     def _begun(self, snapshot: RunSnapshot, one: Incident, now: float) -> list[_Change]:
         """An incident that was not told yet. It may be over already, as a death after which training goes on."""
-        if one.status == "transient" or (one.status == "ended" and snapshot.end is not None):
+        if one.status == "transient" or (one.status == "ended" and self._end_of(snapshot) is not None):
             return []  # it had no verdict, or the notice of the end tells of it
         what: What = "over" if one.status == "relieved" else "opened"
         blamed = _blamed(one)
@@ -196,7 +201,7 @@ class Notices:
         return record.is_single and one.status in ("relieved", "transient")
 
     def _calm(self, snapshot: RunSnapshot, now: float) -> list[_Change]:
-        found: list[Notice] = []
+        found: list[_Change] = []
         calmed = self._flapping.calmed(now)
         incidents = {one.number: one for one in snapshot.incidents} if calmed else {}
         for key, held_back in calmed:
@@ -208,9 +213,17 @@ class Notices:
             found.append(_Change("calm", severity, lasting, key, held_back))
         return found
 
+    def _end_of(self, snapshot: RunSnapshot) -> RunEnd | None:
+        """How the job ended. Where ``end.json`` does not come in time the controller's last state must do."""
+        if snapshot.end is not None or snapshot.state not in _OVER:
+            return snapshot.end
+        if snapshot.age_s < self._rules.silent_after_s:
+            return None
+        return RunEnd(int(snapshot.state != "done"), "", "")
+
     def _end(self, snapshot: RunSnapshot) -> list[_Change]:
         """The end of the job, which is told however much was told before."""
-        end = snapshot.end
+        end = self._end_of(snapshot)
         if end is None or self.told.has_ended:
             return []
         self.told.has_ended = True
@@ -265,7 +278,8 @@ class Notices:
             if (record := self.told.open.get(number)) is not None:
                 record.is_single = False
         folded.counts[about] = folded.counts.get(about, 0) + max(change.stands_for, 1)
-        folded.severity = max(folded.severity, change.severity, key=SEVERITIES.index)
+        if SEVERITIES.index(change.severity) > SEVERITIES.index(folded.severity):
+            folded.severity = change.severity
 
     def _remember(self, snapshot: RunSnapshot) -> None:
         if self._has_new_done:
@@ -276,7 +290,7 @@ class Notices:
             self.told.identity = (newest.number, newest.detected_unix_s)
 
     def _notice(self, change: _Change, snapshot: RunSnapshot, now: float) -> Notice:
-        told, incident, end = self.told, change.incident, snapshot.end
+        told, incident, end = self.told, change.incident, self._end_of(snapshot)
         told.sent += 1
         subject = notice_text.Subject(
             change.what, snapshot, incident, change.key, change.stands_for, change.folded
@@ -306,7 +320,7 @@ class Notices:
 
 
 def _acted_s(incident: Incident) -> float:
-    """When the newest action was begun. Their number does not tell: old ones are left out, one may stand for another."""
+    """When the newest action was begun. Their number does not tell: old ones are left out, some are replaced."""
     return max((one.begun_unix_s or 0.0 for one in incident.actions), default=0.0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from typing import Any
 
 from keepstep.view.notify.mailing import text_lines
 from keepstep.view.notify.notice import Notice
@@ -20,11 +22,9 @@ class MlflowTracker:
             # MLflow 3 refuses its own files without it; who has them names them on purpose.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        self._metric = Metric
-        self._client = MlflowClient(tracking_uri=options.uri or None)
+        mlflow, entities = import_module("mlflow"), import_module("mlflow.entities")
+        self._metric: Any = entities.Metric
+        self._client: Any = mlflow.MlflowClient(tracking_uri=options.uri or None)
         self._is_own = not options.run_id
         self._run_id = options.run_id or self._made(options)
         self._client.get_run(self._run_id)  # says at once that there is no such run
@@ -39,8 +39,7 @@ class MlflowTracker:
         """Add a point to the series."""
         at_ms = int(point.unix_s * 1000)
         metrics = [
-            self._metric(f"keepstep/{name}", value, at_ms, point.step)
-            for name, value in point.series.items()
+            self._metric(f"keepstep/{name}", value, at_ms, point.step) for name, value in point.series.items()
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 

@@ -6,17 +6,9 @@ All spans about one incident are one trace: a short one for each notice, and whe
 from __future__ import annotations
 
 import hashlib
+import secrets
+from importlib import import_module
 from typing import Any
-
-from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace import Status, StatusCode
 
 from keepstep.view.notify.notice import Notice
 from keepstep.view.notify.pace import PacePoint
@@ -32,28 +24,48 @@ _UNITS = {
 _EXPORT_MS, _TIMEOUT_S = 10_000, 10
 
 
-class _TraceOfIncident(RandomIdGenerator):
-    """Gives the trace that was asked for."""
+class _TraceOfIncident:
+    """Gives the trace that was asked for, and random spans."""
 
-    trace_id = 0
+    def __init__(self) -> None:
+        self.trace_id = 1
 
     def generate_trace_id(self) -> int:
-        return self.trace_id or super().generate_trace_id()
+        """The trace of what is told now."""
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        """A number of 64 bits that is not 0."""
+        return secrets.randbelow((1 << 64) - 1) + 1
+
+    def is_trace_id_random(self) -> bool:
+        """Whether the lower half is random: a hash is as good."""
+        return True
 
 
 class OtelTracker:
     """Sends to one collector."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        resource = Resource.create({"service.name": "keepstep", "keepstep.run": options.run})
+        traces: Any = import_module("opentelemetry.sdk.trace")
+        spans_out: Any = import_module("opentelemetry.sdk.trace.export")
+        metrics: Any = import_module("opentelemetry.sdk.metrics")
+        metrics_out: Any = import_module("opentelemetry.sdk.metrics.export")
+        resources: Any = import_module("opentelemetry.sdk.resources")
+        by_http = "opentelemetry.exporter.otlp.proto.http"
+        span_exporter: Any = import_module(f"{by_http}.trace_exporter").OTLPSpanExporter
+        metric_exporter: Any = import_module(f"{by_http}.metric_exporter").OTLPMetricExporter
+        self._status: Any = import_module("opentelemetry.trace")
+
+        resource = resources.Resource.create({"service.name": "keepstep", "keepstep.run": options.run})
         base, headers = options.uri.rstrip("/"), dict(options.headers)
         self._ids = _TraceOfIncident()
-        self._traces = TracerProvider(resource=resource, id_generator=self._ids)
-        spans = OTLPSpanExporter(f"{base}/v1/traces", headers=headers, timeout=_TIMEOUT_S)
-        self._traces.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=1000))
-        metrics = OTLPMetricExporter(f"{base}/v1/metrics", headers=headers, timeout=_TIMEOUT_S)
-        reader = PeriodicExportingMetricReader(metrics, export_interval_millis=_EXPORT_MS)
-        self._metrics = MeterProvider([reader], resource=resource)
+        self._traces = traces.TracerProvider(resource=resource, id_generator=self._ids)
+        exporter = span_exporter(f"{base}/v1/traces", headers=headers, timeout=_TIMEOUT_S)
+        self._traces.add_span_processor(spans_out.BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+        exporter = metric_exporter(f"{base}/v1/metrics", headers=headers, timeout=_TIMEOUT_S)
+        reader = metrics_out.PeriodicExportingMetricReader(exporter, export_interval_millis=_EXPORT_MS)
+        self._metrics = metrics.MeterProvider([reader], resource=resource)
         meter = self._metrics.get_meter("keepstep")
         self._tracer = self._traces.get_tracer("keepstep")
         self._gauges = {
@@ -96,7 +108,7 @@ class OtelTracker:
             }
         span = self._tracer.start_span(name, attributes=known, start_time=begin_ns)
         if notice.severity == "critical":
-            span.set_status(Status(StatusCode.ERROR, notice.title))
+            span.set_status(self._status.Status(self._status.StatusCode.ERROR, notice.title))
         span.end(end_time=end_ns)
 
     def close(self) -> None:

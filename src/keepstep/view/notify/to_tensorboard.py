@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 from keepstep.view.notify.mailing import text_lines
 from keepstep.view.notify.notice import Notice
 from keepstep.view.notify.pace import PacePoint
@@ -12,13 +15,15 @@ class TensorBoardTracker:
     """A folder ``keepstep`` in the job's log folder, which TensorBoard shows as a run beside the job's own."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
-        from tensorboard.plugins.text import metadata
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._events, self._summaries, self._tensors = event_pb2, summary_pb2, tensor_pb2
-        self._shapes, self._types, self._text = tensor_shape_pb2, types_pb2, metadata
-        self._writer = EventFileWriter(options.folder, flush_secs=5)
+        proto = "tensorboard.compat.proto"
+        self._events: Any = import_module(f"{proto}.event_pb2")
+        self._summaries: Any = import_module(f"{proto}.summary_pb2")
+        self._tensors: Any = import_module(f"{proto}.tensor_pb2")
+        self._shapes: Any = import_module(f"{proto}.tensor_shape_pb2")
+        self._types: Any = import_module(f"{proto}.types_pb2")
+        self._text: Any = import_module("tensorboard.plugins.text.metadata")
+        files: Any = import_module("tensorboard.summary.writer.event_file_writer")
+        self._writer: Any = files.EventFileWriter(options.folder, flush_secs=5)
 
     def pace(self, point: PacePoint) -> None:
         """Add a point to the series."""

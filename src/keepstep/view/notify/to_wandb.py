@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 from keepstep.view.notify.mailing import text_lines
@@ -16,7 +17,7 @@ class WandbTracker:
 
     def __init__(self, options: TrackerOptions) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
+        wandb: Any = import_module("wandb")
 
         settings: dict[str, Any] = {
             "console": "off",
@@ -42,7 +43,7 @@ class WandbTracker:
             id=options.run_id or None,
             name=None if options.run_id else f"keepstep {options.run}",
             dir=options.folder or None,
-            mode=mode,  # pyright: ignore[reportArgumentType]
+            mode=mode,
             resume="allow" if options.run_id else None,
             settings=wandb.Settings(**settings),
         )
@@ -58,7 +59,9 @@ class WandbTracker:
 
     def notice(self, notice: Notice) -> None:
         """Send an alert, and keep the title in the series and the summary."""
-        self._run.log({"keepstep/step": max(notice.job.newest_step, self._step), "keepstep/notice": notice.title})
+        self._run.log(
+            {"keepstep/step": max(notice.job.newest_step, self._step), "keepstep/notice": notice.title}
+        )
         self._run.summary["keepstep/last_notice"] = notice.title
         self._run.alert(notice.title, "\n".join(text_lines(notice)), level=self._levels[notice.severity])
 

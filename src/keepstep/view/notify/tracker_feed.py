@@ -72,7 +72,9 @@ class TrackerFeed:
                 self._take(snapshot)
             self._process.pump()
         except Exception as error:  # one odd snapshot must not end the series
-            self._say(f"notify {self.name}: a snapshot could not be recorded: {type(error).__name__}: {error}")
+            self._say(
+                f"notify {self.name}: a snapshot could not be recorded: {type(error).__name__}: {error}"
+            )
         if self._newest is None and not self._process.waits:
             self._is_settled.set()
 

@@ -26,6 +26,7 @@ _MOST_QUEUED = 2000
 _MOST_STARTS = 4
 _STUCK_S = 300.0  # after so long without an answer it is ended and begun again
 _LOOK_S = 0.5
+_OPTIONS = b"options"  # stands for the first line among what is to be answered
 _MOST_WORDS = 4000  # bytes that are kept of what a tracker printed last
 
 
@@ -124,8 +125,9 @@ class TrackerProcess:
             self._give_up()
             return
         self._half_sent = msgspec.json.encode(self._options) + b"\n"
-        self._queue.extendleft(reversed([*self._unanswered][1:]))  # of the process before; recorded twice at worst
-        self._unanswered = deque((b"options",))
+        # What the process before did not answer; recorded twice at worst.
+        self._queue.extendleft(reversed([order for order in self._unanswered if order != _OPTIONS]))
+        self._unanswered = deque((_OPTIONS,))
         self._half_answer, self._last_words, self._answered_s = b"", b"", self._now_s()
         for stream, name in ((child.stdin, "stdin"), (child.stdout, "stdout"), (child.stderr, "stderr")):
             assert stream is not None
