@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,13 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal comes."""
     given = _given(argv)
-    try:
-        import starlette  # noqa: F401 - whether the extra is installed
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"serve: {error.name} is not installed; `pip install keepstep[web]` brings what the page needs"
-        ) from error
+    for name in ("starlette", "uvicorn"):
+        try:
+            import_module(name)
+        except ImportError as error:  # noqa: PERF203 - the first one that is missing is named
+            raise UsageError(
+                f"serve: {name} is not installed; `pip install keepstep[web]` brings what the page needs"
+            ) from error
     with contextlib.closing(open_source(given.run)) as source:
         snapshot = source.refresh()  # what is wrong with the run is said before the page is there
         if given.notify_test:
