@@ -25,7 +25,7 @@ from keepstep.view.node_files import NodeFiles
 from keepstep.view.samples import MOST_RANKS, SampleStore
 from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
 from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, read_status, status_from
-from keepstep.view.step_files import Iterations
+from keepstep.view.step_files import Iterations, joined
 from keepstep.view.tiles import row_order
 
 _MOST_STATUS_BYTES = 256 << 20
@@ -123,7 +123,8 @@ class FolderSource:
         }
         self._beats = BeatIntake(self.samples)
         self._incidents = IncidentFiles(path / "incidents", clock)
-        self._nodes = NodeFiles(path / "nodes", self._take_iterations, clock)
+        self._read_iterations: list[Iterations] = []  # in this look
+        self._nodes = NodeFiles(path / "nodes", self._read_iterations.append, clock)
         self._known = _Known({})
         self._changed_s: float | None = None  # when the status was seen to change
         self._first_s = clock()
@@ -152,6 +153,7 @@ class FolderSource:
             self._take_live(live)
         self._incidents.look(_INCIDENTS_S)
         self._nodes.look(_LOOK_S if self._nodes.rounds else _HISTORY_S)
+        self._take_iterations()
         self._arrange()
         self._view_nodes(live)
         return self._snapshot()
@@ -216,11 +218,14 @@ class FolderSource:
         self.samples.reserve(status.world_size)
         self._beats.take(ranks, status.incarnation, status.unix_s)
 
-    def _take_iterations(self, found: Iterations) -> None:
+    def _take_iterations(self) -> None:
+        """Take what was read of all nodes at once, which is many times faster than one after another."""
         self.samples.reserve(self._world_size())
-        self.samples.take(
-            found.rank, found.step, found.own_s, found.iteration_s, found.incarnation, found.start_unix_s
-        )
+        for found in joined(self._read_iterations):
+            self.samples.take(
+                found.rank, found.step, found.own_s, found.iteration_s, found.incarnation, found.start_unix_s
+            )
+        self._read_iterations.clear()
 
     def _world_size(self) -> int:
         status = self._known.status

@@ -26,7 +26,7 @@ class IncidentFiles:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._marks: dict[str, _Mark] = {}  # of the files that were read
-        self._waiting: dict[str, _Mark] = {}  # not read yet
+        self._waiting: list[tuple[int, str, _Mark]] = []  # not read yet, with their numbers, the newest last
         self._incidents: dict[str, Incident] = {}
         self._sizes: dict[str, int] = {}
         self._broken: dict[str, str] = {}  # why a file cannot be read
@@ -74,8 +74,8 @@ class IncidentFiles:
         until_s = self._clock() + budget_s
         changed = False
         while self._waiting:
-            name = max(self._waiting, key=_number)
-            self._read(name, self._waiting.pop(name))
+            _, name, mark = self._waiting.pop()
+            self._read(name, mark)
             changed = True
             if self._clock() >= until_s:
                 break
@@ -98,7 +98,9 @@ class IncidentFiles:
             self._trouble = f"{self._folder}: cannot be read: {error.strerror}"
             return
         self._trouble, self._listed = "", (mark, now_s)
-        self._waiting = {name: one for name, one in marks.items() if self._marks.get(name) != one}
+        self._waiting = sorted(
+            (_number(name), name, one) for name, one in marks.items() if self._marks.get(name) != one
+        )
         gone = [name for name in self._marks if name not in marks]
         for name in gone:
             for table in (self._marks, self._incidents, self._sizes, self._broken):

@@ -138,6 +138,20 @@ class StepFiles:
         return found
 
 
+def joined(parts: Sequence[Iterations]) -> list[Iterations]:
+    """The same as few of them, one for each incarnation, the oldest first."""
+    by_incarnation: dict[int, list[Iterations]] = {}
+    for one in parts:
+        by_incarnation.setdefault(one.incarnation, []).append(one)
+    return [
+        Iterations(
+            incarnation,
+            *(np.concatenate([getattr(one, name) for one in found]) for name in Iterations.__slots__[1:]),
+        )
+        for incarnation, found in sorted(by_incarnation.items())
+    ]
+
+
 def files_of_iterations(files: Mapping[str, SeenFile]) -> list[SeenFile]:
     """The files of iterations in a node's folder."""
     return [one for name, one in files.items() if name.startswith("iterations") and ".jsonl" in name]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,7 @@ def make_app(served: Served) -> App:
     """The application behind its gate."""
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         looking = asyncio.create_task(served.feed.run())
         try:
             yield

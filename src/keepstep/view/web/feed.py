@@ -7,7 +7,7 @@ import gzip
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -145,7 +145,7 @@ class Feed:
             raise asyncio.TimeoutError
         return found
 
-    async def frames(self, seen: int = -1) -> AsyncIterator[bytes]:
+    async def frames(self, seen: int = -1) -> AsyncGenerator[bytes]:
         """Server-sent events for one viewer that has the moment ``seen``, the newest each time it can take one."""
         self.viewers += 1
         self._want()
@@ -212,19 +212,25 @@ def changed_sections(before: dict[str, Any], now: dict[str, Any]) -> dict[str, A
     """The sections that differ. Of the incidents only those that are new or differ; of the pace the new points."""
     changed: dict[str, Any] = {}
     for name, section in now.items():
-        if before.get(name) == section:
+        known = before.get(name)
+        if known == section:
             continue
-        if name == "incidents" and name in before:
-            known = {one["number"]: one for one in before[name]}
-            section = [one for one in section if known.get(one["number"]) != one]
-        elif name == "pace" and name in before and before[name]["stride"] == section["stride"]:
-            have = _alike(before[name], section)
-            section = {
-                key: values[have:] if isinstance(values, list) else values for key, values in section.items()
-            }
-            section["from"] = have
-        changed[name] = section
+        if name == "incidents" and known is not None:
+            by_number = {one["number"]: one for one in known}
+            changed[name] = [one for one in section if by_number.get(one["number"]) != one]
+        elif name == "pace" and known is not None and known["stride"] == section["stride"]:
+            changed[name] = _later_points(section, _alike(known, section))
+        else:
+            changed[name] = section
     return changed
+
+
+def _later_points(curve: dict[str, Any], first: int) -> dict[str, Any]:
+    """A curve without its first points; ``from`` says how many."""
+    later: dict[str, Any] = {"from": first}
+    for name, values in curve.items():
+        later[name] = values[first:] if isinstance(values, list) else values
+    return later
 
 
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> int:

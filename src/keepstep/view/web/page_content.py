@@ -102,7 +102,7 @@ def _job(snapshot: RunSnapshot) -> dict[str, Any]:
         | {name: layout.size(name) for name in ("tp", "cp", "ep", "dp", "pp")},
         "iteration_s": _rounded(_pace_s(ranks)),
         "ranks_alive": int(np.count_nonzero(ranks.is_alive)) if ranks is not None else None,
-        "loss_now_steps": snapshot.loss_now_steps,
+        "loss_now_steps": None if snapshot.loss_now_steps is None else max(snapshot.loss_now_steps, 0),
         "has_checkpoints": snapshot.has_checkpoints,
         "backup_trouble": cut(snapshot.backup_trouble),
         "incidents": len(snapshot.incidents),
@@ -179,7 +179,7 @@ def _nodes(snapshot: RunSnapshot) -> dict[str, Any]:
 
 def _lost_steps(node: NodeView, newest: int) -> int:
     """Steps lost if the node died now; as many as there are where nothing of it is kept."""
-    return newest - max(node.backed_up_step, node.stored_step)
+    return max(newest - max(node.backed_up_step, node.stored_step), 0)
 
 
 def _links(snapshot: RunSnapshot) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ class WebServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> Generator[None]:
         """Keep uvicorn's log to errors while the server runs."""
         loggers = [logging.getLogger(name) for name in ("uvicorn", "uvicorn.error", "uvicorn.access")]
         levels = [one.level for one in loggers]

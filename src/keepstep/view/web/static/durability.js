@@ -20,7 +20,7 @@
     const named = nodes.rows.find((row) => lossOf(row, job.newest_step) === worst?.[0]);
     const who = !worst ? "" : worst[1] === nodes.count ? "any node" : worst[1] === 1 && named ? line(named.name) : `one of ${worst[1]} nodes`;
     K.put(box,
-      el("p", { class: "big" }, "Loss now: ", el("strong", null, lost === null ? "not known" : K.count(lost, "step")),
+      job.end ? el("p", { class: "caption" }, "The job has ended. This is what was kept at its end.") : el("p", { class: "big" }, "Loss now: ", el("strong", null, lost === null ? "not known" : K.count(lost, "step")),
         lost !== null && who ? ` if ${who} died` : ""),
       job.backup_trouble ? el("p", { class: "trouble" }, `Not backed up: ${line(job.backup_trouble)}`) : null,
       el("div", { class: "bar" }, K.legend(...Object.keys(MARKS).map((what) => [svg("svg", { width: 14, height: 14, viewBox: "-7 -7 14 14", "aria-hidden": true }, mark(what)), MARKS[what][1]]))),
@@ -54,7 +54,7 @@
     });
     return drawing;
   }
-  const lossOf = (row, newest) => newest - Math.max(row.backed_up, row.stored);
+  const lossOf = (row, newest) => Math.max(newest - Math.max(row.backed_up, row.stored), 0);
   function table(nodes, job) {
     const step = (value) => (value < 0 ? "none" : value);
     return el("details", null, el("summary", null, "As a table"), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Durability by node" }, el("table", null,

@@ -36,7 +36,7 @@
     const longest = Math.max(...found.steps.map((step) => step.seconds));
     const used = new Set(found.steps.flatMap((step) => step.ranks.flatMap((rank) => rank.bars.map((bar) => bar[0]))));
     box.replaceChildren(
-      el("p", { class: "caption" }, `Incident #${one.number}, onset at step ${found.onset_step}. Both on one scale of time: ${found.steps.map((step) => `step ${step.step} took ${K.seconds(step.seconds)}`).join(", ")}.`),
+      el("p", { class: "caption" }, `Incident #${one.number}, onset at step ${found.onset_step}. Both on one scale of time: ${found.steps.map((step) => `step ${step.step} took ${K.seconds(step.seconds)}`).join(", ")}. Where nothing is drawn a rank does what nothing marks: often its forward pass.`),
       el("div", { class: "bar" }, K.legend(...WHATS.filter((what) => used.has(what)).map((what) => [svg("svg", { width: 22, height: 12, "aria-hidden": true }, svg("rect", { width: 22, height: 12, class: `block ${what}` })),
         what === "wait" ? "in communication" : what]))),
       ...found.steps.map((step) => gantt(step, longest, found.culprits)));

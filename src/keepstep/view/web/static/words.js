@@ -46,7 +46,7 @@
       ["Iteration", K.seconds(job.iteration_s)],
       ["Ranks", K.number(job.world_size)], ["Nodes", K.number(job.nodes)],
       ["Restarts", job.max_restarts ? `${job.restarts} of ${job.max_restarts}` : K.number(job.restarts)],
-      ["Loss now", job.has_checkpoints ? (job.loss_now_steps === null ? "–" : K.count(job.loss_now_steps, "step")) :
+      ["Loss now", job.end ? "–" : job.has_checkpoints ? (job.loss_now_steps === null ? "–" : K.count(job.loss_now_steps, "step")) :
         "no checkpoints"],
       ["Open", K.count(job.open_incidents, "incident")]];
     facts.replaceChildren(...told.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value))));
