@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.cli._parsing import Parser
 from keepstep.core.errors import RingError, RunError
+from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import read_incidents
-from keepstep.ring import RingReader
+from keepstep.report.wording import done
 from keepstep.traces import Run, open_run, write_chrome_trace
-from keepstep.traces.chrome import Span, spans_of
+from keepstep.traces.chrome import Span
+from keepstep.traces.job_counters import StepTimes
+from keepstep.traces.ring_spans import read_spans
 
-_ABOUT = "Write the recorded operations and phases of all ranks; open the file at https://ui.perfetto.dev."
+_LAST_S = 1e11  # a later time is no time of a run
+
+_ABOUT = (
+    "Write the recorded operations and phases of all ranks, the job's pace, what was lost and waited, and marks of "
+    "its incidents; open the file at https://ui.perfetto.dev."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,18 +43,21 @@ def main(argv: Sequence[str]) -> int:
     left_out: list[str] = []
     for rank, path in rings.items():
         try:
-            ranks[rank] = _read(path)
+            ranks[rank] = read_spans(path)
         except RingError as error:  # noqa: PERF203 - a damaged ring spoils no other
             left_out.append(f"rank {rank} left out: {error}")
     if not ranks:
         raise RunError(f"{run}: none of its rings can be read: {left_out[0]}")
+    times = StepTimes()
+    for row in opened.iterations():
+        times.add(row)
     marks: list[tuple[float, str]] = []
     try:
-        marks = list(_marks(opened))
+        marks = sorted(_marks(opened, times.starts()))
     except RunError as error:
         left_out.append(f"marks of incidents left out: {error}")
     try:
-        count = write_chrome_trace(output, ranks, marks)
+        count = write_chrome_trace(output, ranks, marks, times.counters())
     except OSError as error:
         raise RunError(
             f"{output}: cannot write the trace: {error.strerror}; name another file with -o"
@@ -58,20 +68,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(path: Path) -> list[Span]:
-    """The bars of a ring. Raises RingError."""
-    reader = RingReader(str(path))
-    header, records = reader.header, reader.snapshot()
-    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
-    now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
-    shift_ns = header.realtime_ns - header.monotonic_ns
-    return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
+def _marks(run: Run, starts: Mapping[int, float]) -> Iterator[tuple[float, str]]:
+    """The onset of each incident, when it was noticed and told, what was done about it, and its end.
 
-
-def _marks(run: Run) -> Iterator[tuple[float, str]]:
-    """The onset and relief of each incident, at the start of that step on the clock of rank 0."""
-    starts = {row.step: row.start_s for row in run.iterations() if row.rank == 0}
+    Onset and end stand at the start of their step on the clock of the lowest rank, where that is known.
+    """
     for incident in read_incidents(run.path / "incidents"):
-        for step, word in ((incident.onset_step, "onset"), (incident.relief_step, "relief")):
-            if step is not None and step in starts:
-                yield starts[step] * 1e6, f"incident {incident.number:04d} {incident.kind}: {word}"
+        ends = {"onset": incident.onset_step, "relief": incident.relief_step}
+        for word, unix_s, text in _moments(incident):
+            step = ends.get(word)
+            start_s = starts.get(step) if step is not None else None
+            at_s = unix_s if start_s is None else start_s
+            if at_s is not None and abs(at_s) < _LAST_S:
+                told = f"incident {incident.number:04d} {incident.kind}: {word}{f': {text}' if text else ''}"
+                yield at_s * 1e6, one_line(told)
+
+
+def _moments(incident: Incident) -> Iterator[tuple[str, float | None, str]]:
+    """What happened, when (Unix seconds, None: not known) and in more words."""
+    yield "onset", incident.onset_unix_s, ""
+    for event in incident.events:
+        yield event.what, event.unix_s, event.detail
+    for action in incident.actions:
+        yield "action", action.begun_unix_s, done(action)
+    if incident.status != "open":
+        yield "relief", incident.closed_unix_s, ""

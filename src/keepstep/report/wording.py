@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 from keepstep.core.incident import NETWORK, Action, Culprit, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.report.folding import alike
+from keepstep.report.folding import alike, shared_detail, span
 
 _FOLDED, _FOLDED_NODES = 64, 40  # longest lists of folded ranks and nodes that are printed
 
@@ -60,6 +62,106 @@ def _effect(action: Action) -> str:
         measured = seconds(action.measured_iteration_s)
         told.append(f"measured {measured}" if told else f"measured {before}{measured} an iteration")
     return ", ".join(told)
+
+
+def what_happened(incident: Incident) -> str:
+    """The step, how much slower it became or what everybody waits in, and for how long."""
+    parts: list[str] = []
+    if incident.onset_step is not None:
+        parts.append(f"step {incident.onset_step}")
+    if incident.kind == "slow":
+        before, after = incident.iteration_before_s, incident.iteration_after_s
+        if before and after:
+            factor = incident.job_slowdown or after / before
+            parts.append(f"iteration {seconds(before)} → {seconds(after)} (×{factor:.2f})")
+        elif incident.job_slowdown:
+            parts.append(f"iteration ×{incident.job_slowdown:.2f}")
+        if incident.detected_step is not None and incident.onset_step is not None:
+            parts.append(f"seen at step {incident.detected_step}")
+    if incident.summary:
+        parts.append(incident.summary)
+    if incident.stuck_s is not None and "stuck" not in incident.summary:
+        parts.append(f"stuck {incident.stuck_s:.0f} s")
+    return "  ".join(parts)
+
+
+def blamed(ones: Sequence[Culprit]) -> str:
+    """Culprits that are alike, in one line: who, what is wrong there, where in the step."""
+    first, detail = ones[0], shared_detail(ones)
+    what = first.cause or "cause unknown"
+    if first.slowdown > 0:
+        what += f" ×{span([one.slowdown for one in ones], '.1f')}"
+    where = first.stage if not first.stage or first.stage.startswith("after ") else f"in {first.stage}"
+    if where in what + detail:
+        where = ""
+    return f"{who_all(ones)}  {'; '.join(filter(None, (what, detail, where)))}"
+
+
+def nobody_blamed(incident: Incident) -> str:
+    """Why an incident without culprits has none."""
+    missing = "; ".join(incident.missing)
+    if not missing and incident.cause is not None and incident.cause.first is not None:
+        whom = {"storage": "the storage", "other": "whoever ended the job"}
+        return f"no rank: it is {whom.get(incident.cause.cause_class, 'the program, or what all ranks use')}"
+    return f"cause unknown; missing: {missing}" if missing else "cause unknown"
+
+
+def who_waits(incident: Incident, world: int) -> str:
+    """The victims: ``ranks 0-2 waiting (3 of 4)``. ``world``: number of ranks of the job; 0: not known."""
+    count, folded = len(incident.victims), fold_ranks(incident.victims)
+    verb = "waiting" if incident.kind in ("hang", "slow", "desync") else "lost a peer"
+    if len(folded) > _FOLDED:
+        return f"{count} ranks {verb}"
+    share = f" ({count} of {world})" if world else ""
+    return f"{'rank' if count == 1 else 'ranks'} {folded} {verb}{share}"
+
+
+def outlook(incident: Incident, now_unix_s: float | None) -> str:
+    """What comes next where nothing was done yet: ``ends rank 0 in 29 s if nothing moves``.
+
+    ``now_unix_s``: the time now; without it the time of day is told. Raises ValueError, OverflowError or OSError for a
+    time that cannot be shown.
+    """
+    if not incident.next_action and incident.has_deaths:
+        return "the launchers end the job, or start it again where --max-restarts allows"
+    if not incident.next_action:
+        return "none (watching only)"
+    at_s = incident.next_unix_s
+    if at_s is None:
+        return incident.next_action
+    if now_unix_s is None:
+        when = f"at {time.strftime('%H:%M:%S', time.localtime(at_s))}"
+    else:
+        when = f"in {max(math.ceil(at_s - now_unix_s), 1)} s"
+    return f"{incident.next_action} {when} if nothing moves"
+
+
+def closing(incident: Incident) -> str:
+    """How an incident ended and what it cost, or that it is open."""
+    if incident.status == "open":
+        return f"open{_cost(incident)} so far"
+    if incident.status == "ended":
+        return "over with the job, or by what came after it" + _cost(incident)
+    if incident.status == "transient":
+        return "gone before it was located"
+    at = f"step {incident.relief_step}" if incident.relief_step is not None else "unknown step"
+    if incident.kind == "slow" and incident.onset_step is not None and incident.relief_step is not None:
+        return f"{at}  over after {incident.relief_step - incident.onset_step} steps{_cost(incident)}"
+    if incident.recovery is not None:
+        return f"{at}  training again {seconds(incident.recovery.seconds)} after it"
+    if incident.stuck_s is not None:
+        return f"{at}  over after {incident.stuck_s:.0f} s"
+    return f"{at}  over"
+
+
+def _cost(incident: Incident) -> str:
+    """The cost of a slowdown for all ranks together: ``, 7.2 GPU-seconds lost, 3 GPU-seconds saved``."""
+    text = ""
+    if incident.lost_s is not None:
+        text += f", {accelerator_time(incident.lost_s * incident.world_size)} lost"
+    if incident.saved_s > 0:
+        text += f", {accelerator_time(incident.saved_s * incident.world_size)} saved"
+    return text
 
 
 def freed_memory(recovery: Recovery) -> str:

@@ -1,13 +1,13 @@
 """A writer of Chrome Trace Event JSON (gzipped), which Perfetto opens: the pid is the rank, bars are strictly nested.
 
-The format is that of the public document "Trace Event Format". Used are events ``X`` (complete), ``M`` (metadata) and
-``i`` (instant).
+The format is that of the public document "Trace Event Format". Used are events ``X`` (complete), ``M`` (metadata),
+``i`` (instant) and ``C`` (counter).
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import msgspec
 from keepstep.core.events import Device, Flag, Kind, Life, Op, Phase
 from keepstep.core.group_names import shown_name
 from keepstep.core.summary import GroupInfo
+from keepstep.traces.job_counters import Counter
 
 _OPS = {int(op): op.name for op in Op}
 _LIVES = {int(op): op.name for op in Life}
@@ -25,6 +26,7 @@ _DEVICES = {
     int(Device.WAIT): ("waits for communication", "wait"),
     int(Device.BLIND): ("iterations", "iteration with graphs"),
 }
+_JOB = 1 << 24  # the pid of what is of the job: no rank has it
 _PHASES = {int(phase): phase.title for phase in Phase}
 
 
@@ -40,18 +42,22 @@ class Span:
 
 
 def write_chrome_trace(
-    out: Path, ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]] = ()
+    out: Path,
+    ranks: Mapping[int, Iterable[Span]],
+    instants: Iterable[tuple[float, str]] = (),
+    counters: Sequence[Counter] = (),
 ) -> int:
     """Write the spans of each rank to ``out``, gzipped whatever its name; returns the number of bars.
 
-    ``instants``: marks for the whole job, such as the onset of an incident, as (microseconds, text).
+    ``instants``: marks for the whole job, such as the onset of an incident, as (microseconds, text). ``counters``: the
+    job's, above all ranks.
     """
     encoder = msgspec.json.Encoder()
     count = 0
     with gzip.open(out, "wb", compresslevel=5) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""
-        for event in _events(ranks, instants):
+        for event in _events(ranks, instants, counters):
             file.write(separator + encoder.encode(event))
             separator = b",\n"
             count += event["ph"] == "X"
@@ -95,10 +101,16 @@ def spans_of(records: Any, groups: list[GroupInfo], *, shift_ns: int, now_ns: in
 
 
 def _events(
-    ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]]
+    ranks: Mapping[int, Iterable[Span]], instants: Iterable[tuple[float, str]], counters: Sequence[Counter]
 ) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": _JOB, "name": "process_name", "args": {"name": "job"}}
+    yield {"ph": "M", "pid": _JOB, "name": "process_sort_index", "args": {"sort_index": -1}}
     for time_us, text in instants:
-        yield {"ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": time_us, "name": text}
+        yield {"ph": "i", "s": "g", "pid": _JOB, "tid": 0, "ts": time_us, "name": text}
+    for counter in counters:
+        for time_us, value in counter.points:
+            args = {counter.unit: value}
+            yield {"ph": "C", "pid": _JOB, "tid": 0, "ts": time_us, "name": counter.name, "args": args}
     for rank in sorted(ranks):
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}

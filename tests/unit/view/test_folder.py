@@ -247,7 +247,10 @@ def test_incidents_that_come_and_change_are_followed(tmp_path: Path) -> None:
     assert source.refresh().incidents is first  # the same object: nothing has changed
     run.add_incident(replace(run.incidents[0], status="relieved", relief_step=11))
     run.add_incident(replace(run.incidents[0], number=2))
-    assert [(one.number, one.status) for one in source.refresh().incidents] == [(1, "relieved"), (2, "relieved")]
+    assert [(one.number, one.status) for one in source.refresh().incidents] == [
+        (1, "relieved"),
+        (2, "relieved"),
+    ]
     assert source.refresh().open_incidents == []
 
 
