@@ -70,7 +70,7 @@ def reference() -> Iterator[str]:
     )
     yield from ("# Metrics", "", *wrapped(about), "")
     for section in SECTIONS:
-        yield from (f"## {section.title}", "")
+        yield from (f"## {section.title}", "", *(wrapped(section.about) and [*wrapped(section.about), ""]))
         for metric in section.metrics:
             labels = f"; by {', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
             unit = f", {metric.unit}" if metric.unit else ""
@@ -208,8 +208,9 @@ def test_a_large_job_shows_its_worst_ranks_only_and_a_healthy_one_none() -> None
     slow = with_slow_rank(job, 100_003)
     assert slow.ranks is not None
     slow.ranks.step[7] -= 50
-    page = exposition(slow)
-    assert {one["rank"] for one in labels_of(page, "keepstep_rank_own_ratio")} == {"7", "100003"}
+    blamed = incident(2, "hang", culprits=(Culprit(99, None, "gpu-00012", "", 0.0, "high", "stopped"),))
+    page = exposition(replace(slow, incidents=(*slow.incidents, blamed)))
+    assert {one["rank"] for one in labels_of(page, "keepstep_rank_own_ratio")} == {"7", "99", "100003"}
     assert value(page, "keepstep_rank_lag_steps", rank="7") >= 50
     assert value(page, "keepstep_ranks_lag_steps", percentile="100") >= 50
     assert len(labels_of(page, "keepstep_ranks_own_seconds")) == len(PERCENTILES)
