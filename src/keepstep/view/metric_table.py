@@ -264,9 +264,9 @@ SECTIONS = (
                 "gpu",
             ),
         ),
-        f"Of every rank of a job with up to {MOST_RANKS_EACH:,} ranks. Of a larger one: culprits of open incidents, the "
-        f"{MOST_WORST} with the longest own time over their peers' if that is {SLOW_RATIO} times it or more, and the "
-        f"{MOST_WORST} that are furthest behind if that is 2 steps or more.",
+        f"Of every rank of a job with up to {MOST_RANKS_EACH:,} ranks. Of a larger one: culprits of open incidents, "
+        f"the {MOST_WORST} with the longest own time over their peers' if that is {SLOW_RATIO} times it or more, and "
+        f"the {MOST_WORST} that are furthest behind if that is 2 steps or more.",
     ),
     Section(
         "keepstep itself",
