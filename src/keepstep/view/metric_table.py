@@ -83,10 +83,12 @@ SECTIONS = (
             _gauge(
                 "iteration_healthy_seconds",
                 "seconds",
-                "The same before the oldest slowdown that is open; without one, the present duration.",
+                "The same before the oldest slowdown that is open; without one, what the best quarter of the run had.",
             ),
             _gauge(
-                "slowdown_ratio", "ratio", "Duration of an iteration over its healthy value; 1 is healthy."
+                "slowdown_ratio",
+                "ratio",
+                "Duration of an iteration over its healthy value; about 1 is healthy.",
             ),
             _counter(
                 "lost_seconds_total",

@@ -18,10 +18,12 @@ from keepstep.view.metric_table import (
     SLOW_RATIO,
 )
 from keepstep.view.named_series import NamedSeries
+from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import RankTable, RunSnapshot
 
 _Floats = npt.NDArray[np.float32]
 _MOST_STAGES = 256
+_LEAST_COLUMNS = 8  # of samples, before a run has a usual pace
 _SINGLE = (
     "keepstep_rank_own_ratio",
     "keepstep_rank_own_seconds",
@@ -35,6 +37,13 @@ def pace_s(ranks: RankTable | None) -> float:
     return (
         float(np.median(taken)) if ranks is not None and len(taken := _known(ranks.iteration_s)) else np.nan
     )
+
+
+def usual_pace_s(samples: SampleStore) -> float:
+    """Duration of an iteration that three quarters of the run were slower than; NaN while little is known."""
+    taken = samples.series().iteration_s
+    taken = taken[taken > 0]
+    return float(np.percentile(taken, 25)) if len(taken) >= _LEAST_COLUMNS else np.nan
 
 
 def put_ranks(rows: MetricRows, ranks: RankTable | None) -> None:

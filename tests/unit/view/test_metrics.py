@@ -28,6 +28,7 @@ from keepstep.core.incident import Culprit
 from keepstep.view.metric_table import METRICS, MOST_INCIDENTS, PERCENTILES, SECTIONS
 from keepstep.view.metrics import STATES, SeriesMemory, exposition
 from keepstep.view.named_series import NamedSeries
+from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import NodeView, RunEnd, RunSnapshot
 
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
@@ -135,6 +136,18 @@ def test_a_slow_rank_is_told_with_its_price() -> None:
         0.1
     )
     assert value(exposition(job), "keepstep_slowdown_ratio") == 1
+
+
+def test_without_an_incident_the_pace_is_compared_with_the_best_of_the_run() -> None:
+    samples, ranks = SampleStore(), np.arange(16, dtype=np.int32)
+    for step in range(40):
+        taken = np.full(16, 0.5 if step < 20 else 1.0, np.float32)
+        samples.take(ranks, np.full(16, step, np.int64), taken / 2, taken)
+    page = exposition(snapshot(), samples)
+    assert value(page, "keepstep_iteration_healthy_seconds") == pytest.approx(0.5, rel=0.01)
+    assert value(page, "keepstep_slowdown_ratio") == pytest.approx(2, rel=0.05)
+    page = exposition(with_slow_rank(snapshot()), samples)
+    assert value(page, "keepstep_iteration_healthy_seconds") == 1.0
 
 
 def test_a_hang_and_a_recovery() -> None:
