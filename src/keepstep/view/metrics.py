@@ -10,7 +10,6 @@ from functools import cache
 from importlib import metadata
 from operator import attrgetter
 
-import numpy as np
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -51,7 +50,7 @@ def exposition(
     memory = SeriesMemory() if memory is None else memory
     began_s = time.perf_counter()
     single = single_ranks(snapshot, memory.ranks, memory.clock())
-    usual_s = np.nan if samples is None else usual_pace_s(samples)
+    usual_s = math.nan if samples is None else usual_pace_s(samples)
     return generate_latest(_Collector(snapshot, usual_s, memory, began_s)) + single
 
 
