@@ -21,6 +21,7 @@ VERBS = {
     "top": "Watch a run in the terminal: what is wrong, the worst ranks and links, checkpoints.",
     "status": "Show the state of a run: every rank, and what is open.",
     "report": "Print the incidents of a run, as text or JSON, with plots.",
+    "serve": "Show a run as a page in a browser, live or ended, and its metrics to Prometheus.",
     "ctl": "Order a running job by hand: suspend, restart, stop, move nodes; thresholds, watching, traces, a save.",
     "validate": "Hold a running job for seconds, test its devices and links, let it go on.",
     "analyze": "Say what went wrong from traces that are there: dumps, logs and tables of other tools, too.",

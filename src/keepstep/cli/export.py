@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import read_incidents
 from keepstep.report.wording import done
-from keepstep.ring import RingReader
 from keepstep.traces import Run, open_run, write_chrome_trace
-from keepstep.traces.chrome import Span, spans_of
+from keepstep.traces.chrome import Span
 from keepstep.traces.job_counters import StepTimes
+from keepstep.traces.ring_spans import read_spans
 
 _LAST_S = 1e11  # a later time is no time of a run
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     left_out: list[str] = []
     for rank, path in rings.items():
         try:
-            ranks[rank] = _read(path)
+            ranks[rank] = read_spans(path)
         except RingError as error:  # noqa: PERF203 - a damaged ring spoils no other
             left_out.append(f"rank {rank} left out: {error}")
     if not ranks:
@@ -67,16 +66,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"keepstep: {one_line(line)}", file=sys.stderr)
     print(f"wrote {output}: {count} bars of {len(ranks)} ranks", file=sys.stderr)
     return 0
-
-
-def _read(path: Path) -> list[Span]:
-    """The bars of a ring. Raises RingError."""
-    reader = RingReader(str(path))
-    header, records = reader.header, reader.snapshot()
-    last_ns = int(max(records["start_ns"].max(), records["end_ns"].max())) if len(records) else 0
-    now_ns = time.monotonic_ns() if path.is_relative_to("/proc") else last_ns
-    shift_ns = header.realtime_ns - header.monotonic_ns
-    return list(spans_of(records, reader.groups(), shift_ns=shift_ns, now_ns=now_ns))
 
 
 def _marks(run: Run, starts: Mapping[int, float]) -> Iterator[tuple[float, str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.cli._parsing import Parser
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import RunError, UsageError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import incident_to_json, read_incidents
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_json("print JSON, one incident a line")
     text = "draw the step times into FILE (.png or .svg)"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
+    text = (
+        "write the run's page into one FILE (.html) that any browser opens and that asks nobody for anything"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help=text)
     given = parser.parse(argv)
     run, incident = given.run, given.incident
     opened = open_run(run)
@@ -44,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         _print_text(opened, chosen, run, timeline=incident is not None)
     if given.plot is not None:
         _draw(opened, chosen, given.plot)
+    if given.html is not None:
+        _write_page(opened, run, given.html)
     if chosen or (incident is None and _failure(opened)):
         return 1
     return 0 if _watched(opened) else 2
@@ -85,3 +92,16 @@ def _draw(run: Run, incidents: list[Incident], out: Path) -> None:
     points = ((row.rank, row.step, row.duration_s) for row in run.iterations())
     data = plot_step_times(points, incidents, out, title=run.path.name)
     print(f"wrote {out} and its data {data}", file=sys.stderr)
+
+
+def _write_page(run: Run, name: str, out: Path) -> None:
+    from keepstep.view.source import open_source
+    from keepstep.view.web.one_file import page_in_one_file
+
+    with contextlib.closing(open_source(run.path)) as source:
+        page = page_in_one_file(source, name, run.path)
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out}: cannot write the page: {error.strerror}; name another file") from error
+    print(f"wrote {out} ({len(page) / 1e6:.1f} MB)", file=sys.stderr)

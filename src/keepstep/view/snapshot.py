@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -100,10 +101,23 @@ class RunSnapshot:
         """The incidents that are not over, oldest first."""
         return [one for one in self.incidents if one.status == "open"]
 
+    def node_names(self, node_ranks: Iterable[int]) -> dict[int, str]:
+        """Names of these nodes, as far as they are known."""
+        nodes = self.nodes
+        wanted = set(node_ranks)
+        placed = {one for one in wanted if 0 <= one < len(nodes) and nodes[one].node_rank == one}
+        names = {one: nodes[one].name for one in placed}
+        if rest := wanted - placed:
+            names.update((node.node_rank, node.name) for node in nodes if node.node_rank in rest)
+        return names
+
     @property
     def loss_now_steps(self) -> int | None:
         """Steps that would be lost if the worst placed node died now; None without checkpoints."""
         if not self.has_checkpoints or self.newest_step < 0:
             return None
-        kept = [max(node.backed_up_step, node.stored_step) for node in self.nodes]
+        # By maps, as a job may have 16,384 nodes.
+        kept = map(
+            max, map(attrgetter("backed_up_step"), self.nodes), map(attrgetter("stored_step"), self.nodes)
+        )
         return self.newest_step - min(kept, default=-1)

@@ -89,7 +89,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
             f"(copy it, or put the run folder on a shared file system)"
         ) from error
     try:
-        _refuse_shared(Path(path), os.fstat(descriptor))
+        refuse_shared(Path(path), os.fstat(descriptor))
         text = os.read(descriptor, _LARGEST_FILE_BYTES + 1)
     finally:
         os.close(descriptor)
@@ -111,7 +111,8 @@ def _is_mounted_for_us(status: os.stat_result) -> bool:
     return status.st_uid == 0 and is_ours and not status.st_mode & 0o037
 
 
-def _refuse_shared(path: Path, status: os.stat_result) -> None:
+def refuse_shared(path: Path, status: os.stat_result) -> None:
+    """Raise AuthenticationError for a file with a secret that is no plain file, or that others may read or own."""
     if not stat.S_ISREG(status.st_mode):
         raise AuthenticationError(f"{path}: is not a regular file; the secret must be one, with mode 0600")
     if status.st_mode & 0o077 and not _is_mounted_for_us(status):

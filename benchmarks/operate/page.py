@@ -1,0 +1,177 @@
+"""What the page of a large job costs: the serve process, the wire, the drawing. Needs Chromium and playwright.
+
+The run is made up in the serve process (`benchmarks.operate.large_run`), so its CPU time holds the making, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_RANKS = 131_072
+_VIEWERS = 50
+_SECONDS = 60.0
+_GOALS = {  # as issue 35 sets them
+    "first paint, s": 1.0,
+    "picture with data, s": None,
+    "first paint, kB on the wire": 300.0,
+    "live, kB/s": 20.0,
+    "longest drawing of a picture, ms": 50.0,
+    "serve with 1 viewer, % of a core": 10.0,
+    "serve with 50 viewers, % of a core": 10.0,
+    "serve, MB": 300.0,
+    "viewers of 50 that got all": 49.0,
+}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(1200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise RuntimeError("the server did not come")
+
+
+class _Viewer(threading.Thread):
+    """Takes the events as a browser would; a slow one takes nothing."""
+
+    def __init__(self, port: int, *, is_slow: bool = False) -> None:
+        super().__init__(daemon=True)
+        self._port, self._is_slow = port, is_slow
+        self.received = self.events = 0
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        with socket.create_connection(("127.0.0.1", self._port)) as line:
+            if self._is_slow:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            line.settimeout(0.5)
+            while not self.done.is_set():
+                if self._is_slow:
+                    self.done.wait(0.5)
+                    continue
+                try:
+                    part = line.recv(1 << 16)
+                except TimeoutError:
+                    continue
+                self.received += len(part)
+                self.events += part.count(b"\nevent: ")
+
+
+def _cpu_share(process: psutil.Process, seconds: float) -> float:
+    def used() -> float:
+        times = process.cpu_times()
+        return times.user + times.system
+
+    began, at = used(), time.monotonic()
+    time.sleep(seconds)
+    return 100 * (used() - began) / (time.monotonic() - at)
+
+
+def _in_browser(port: int, process: psutil.Process, picture: Path | None) -> dict[str, float]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as begun:
+        browser = begun.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        wire = page.context.new_cdp_session(page)
+        wire.send("Network.enable")
+        sent = [0]
+
+        def count(event: dict[str, Any]) -> None:
+            sent[0] += event["encodedDataLength"]
+
+        wire.on("Network.dataReceived", count)
+        page.goto(f"http://localhost:{port}/")
+        while not page.evaluate("window.keepstep?.heat?.tile() ? true : false"):
+            page.wait_for_timeout(20)
+        with_data_s = page.evaluate("performance.now()") / 1e3
+        paint_s = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3
+        page.wait_for_timeout(1000)
+        first_kb = page.evaluate(
+            "performance.getEntries().reduce((sum, one) => sum + (one.transferSize || 0), 0) / 1e3"
+        )
+        before = sent[0]
+        began = time.monotonic()
+        used = sum(process.cpu_times()[:2])
+        page.evaluate("window.worst = {}")
+        page.evaluate(
+            "setInterval(() => { for (const one of keepstep.pictures) worst[one.element.id] ="
+            " Math.max(worst[one.element.id] || 0, one.drawn_ms || 0); }, 200)"
+        )
+        while time.monotonic() - began < _SECONDS:
+            page.wait_for_timeout(500)
+        took = time.monotonic() - began
+        share = 100 * (sum(process.cpu_times()[:2]) - used) / took
+        worst = page.evaluate("worst")
+        if picture is not None:
+            page.screenshot(path=str(picture), full_page=True)
+        browser.close()
+    print("drawing, ms at worst:", {name: round(ms, 1) for name, ms in worst.items()})
+    return {
+        "first paint, s": paint_s,
+        "picture with data, s": with_data_s,
+        "first paint, kB on the wire": first_kb,
+        "live, kB/s": (sent[0] - before) / took / 1e3,
+        "longest drawing of a picture, ms": max(worst.values()),
+        "serve with 1 viewer, % of a core": share,
+    }
+
+
+def measure(picture: Path | None = None) -> dict[str, float]:
+    """All figures."""
+    port = _free_port()
+    command = [sys.executable, "-m", "benchmarks.operate.large_run", str(port), str(_RANKS)]
+    with subprocess.Popen(command) as serving:
+        try:
+            _wait_for(port)
+            process = psutil.Process(serving.pid)
+            line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            line.request("GET", "/api")  # the first look takes the samples of the run so far
+            line.getresponse().read()
+            line.close()
+            found = _in_browser(port, process, picture)
+            viewers = [_Viewer(port, is_slow=at == 0) for at in range(_VIEWERS)]
+            for one in viewers:
+                one.start()
+            time.sleep(5)
+            found["serve with 50 viewers, % of a core"] = _cpu_share(process, _SECONDS)
+            found["serve, MB"] = process.memory_info().rss / 1e6
+            most = max(one.events for one in viewers)
+            found["viewers of 50 that got all"] = float(sum(one.events >= most - 1 for one in viewers))
+            for one in viewers:
+                one.done.set()
+            for one in viewers:
+                one.join()
+        finally:
+            serving.terminate()
+    return found
+
+
+def report(out: Path, picture: Path | None = None) -> str:
+    """Measure, write the figures to ``out``; a table of them."""
+    found = measure(picture)
+    lines = [{"what": name, "figure": round(found[name], 3), "goal": goal} for name, goal in _GOALS.items()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"ranks": _RANKS, "lines": lines}, indent=1) + "\n")
+    return "\n".join(
+        f"{line['what']:<40} {line['figure']:>10}   goal {line['goal'] if line['goal'] is not None else '-'}"
+        for line in lines
+    )
