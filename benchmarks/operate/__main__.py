@@ -8,6 +8,8 @@ its nodes (make kubernetes).
     python -m benchmarks.operate --part PART --seeds 3,17,40-119 --out DIR
     python -m benchmarks.operate --part PART --summary --out DIR
     python -m benchmarks.operate --part page        what the page of 131,072 ranks costs; needs Chromium
+    python -m benchmarks.operate --part metrics     size and time of /metrics, time to an alarm; needs Prometheus
+    python -m benchmarks.operate --part hanging     whether viewers that hang slow a job down; --quick: two minutes
 
 In Slurm a seed draws whether a rank or a launcher is killed, a node is lost or slow, a Python error is raised or
 nothing happens; whether there is a spare; whether root or an ordinary user has the job; and how many nodes and ranks
@@ -67,10 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("slurm", "kubernetes", "page"), default="slurm")
+    parser.add_argument("--part", choices=("slurm", "kubernetes", "page", "hanging", "metrics"), default="slurm")
     parser.add_argument("--seeds", default="0-119")
     parser.add_argument("--out", type=Path, help="benchmarks/results/operate-PART")
     parser.add_argument("--summary", action="store_true", help="only sum up the seeds that are there")
+    parser.add_argument("--quick", action="store_true", help="hanging: a try, not a figure")
     given = parser.parse_args()
     out: Path = given.out or Path(f"benchmarks/results/operate-{given.part}")
     results = out / "seeds.jsonl"
@@ -78,6 +81,18 @@ def main() -> None:
         from benchmarks.operate.page import report
 
         print(report(out / "figures.json"))
+        return
+    if given.part == "metrics":
+        from benchmarks.operate import metrics
+
+        metrics.report(out / "figures.json")
+        return
+    if given.part == "hanging":
+        from benchmarks.operate import hanging_viewers
+
+        hanging_viewers.report(
+            given.quick, None if given.quick and given.out is None else out / "figures.json"
+        )
         return
     in_slurm = given.part == "slurm"
     if not given.summary:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,6 +35,10 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal comes."""
     given = _given(argv)
+    if given.notify_test:
+        return _test(given)
+    if given.no_page:
+        return _only_tell(given)
     for name in ("starlette", "uvicorn"):
         try:
             import_module(name)
@@ -42,12 +47,7 @@ def main(argv: Sequence[str]) -> int:
                 f"serve: {name} is not installed; `pip install keepstep[web]` brings what the page needs"
             ) from error
     with contextlib.closing(open_source(given.run)) as source:
-        snapshot = source.refresh()  # what is wrong with the run is said before the page is there
-        if given.notify_test:
-            results = starting.test(given.notify, snapshot, os.environ)
-            for name, why in results:
-                print(one_line(f"{name}: {why or 'arrived'}"))
-            return int(any(why for _, why in results))
+        source.refresh()  # what is wrong with the run is said before the page is there
         return _listen(given, source)
 
 
@@ -66,9 +66,34 @@ def _given(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse(argv)
     if (given.tls_cert is None) != (given.tls_key is None):
         raise UsageError("serve: --tls-cert and --tls-key belong together; give both or none")
-    if given.notify_test and given.notify is None:
-        raise UsageError("serve: --notify-test needs --notify FILE, which names who is told")
+    if (given.notify_test or given.no_page) and given.notify is None:
+        flag = "--notify-test" if given.notify_test else "--no-page"
+        raise UsageError(f"serve: {flag} needs --notify FILE, which names who is told")
     return given
+
+
+def _test(given: argparse.Namespace) -> int:
+    """Send a test message to all receivers; 1 where one did not get it."""
+    with contextlib.closing(open_source(given.run)) as source:
+        results = starting.test(given.notify, source.refresh(), os.environ)
+    for name, why in results:
+        print(one_line(f"{name}: {why or 'arrived'}"))
+    return int(any(why for _, why in results))
+
+
+def _only_tell(given: argparse.Namespace) -> int:
+    """Tell of the run until its job has ended."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt  # who is told is let go on the way out
+
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.closing(open_source(given.run)) as source:
+        source.refresh()  # what is wrong with the run is said before anybody is told
+        telling = starting.start(given.notify, given.run, open_run(given.run).path, os.environ)
+        with contextlib.closing(telling):
+            starting.tell_until_end(source, telling)
+    return 0
 
 
 def _listen(given: argparse.Namespace, source: RunSource) -> int:

@@ -26,9 +26,13 @@ from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_feed import TrackerFeed
 from keepstep.view.notify.tracker_process import TrackerProcess
 from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.source import RunSource
 
 _CLOSE_S = 5.0
 _TRACKER_TEST_S = 90.0
+_LAST_S = 600.0  # for what is told last, tries that fail included
+_LOOK_S, _LARGE_LOOK_S = 1.0, 5.0  # between two looks, and at a job of more than so many ranks
+_LARGE_RANKS = 4096
 
 
 class _Told(Protocol):
@@ -70,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--notify", type=Path, metavar="FILE", help=text)
     text = "send a test message to each of them, say what became of it, and exit"
     parser.add_argument("--notify-test", action="store_true", help=text)
+    text = "serve no page, only tell, and exit when the job has ended and that is told"
+    parser.add_argument("--no-page", action="store_true", help=text)
 
 
 def start(file: Path, run: str, folder: Path, environ: Mapping[str, str], say: Say | None = None) -> Telling:
@@ -91,6 +97,17 @@ def test(file: Path, snapshot: RunSnapshot, environ: Mapping[str, str]) -> list[
     """
     wanted = read_receivers(file, snapshot.name, environ)
     return [(one.name, _tried(one, _test_notice(snapshot, one))) for one in wanted]
+
+
+def tell_until_end(source: RunSource, telling: Telling, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Look at the run again and again until its job has ended and all receivers know, or were given up."""
+    while True:
+        snapshot = source.refresh()
+        telling(snapshot)
+        if snapshot.end is not None:
+            telling.settle(_LAST_S)
+            return
+        sleep(_LOOK_S if snapshot.world_size <= _LARGE_RANKS else _LARGE_LOOK_S)
 
 
 def _on_stderr(line: str) -> None:
