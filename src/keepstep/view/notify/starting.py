@@ -24,7 +24,7 @@ from keepstep.view.notify.receivers import MailTo, PostTo, Track, Wanted, read_r
 from keepstep.view.notify.told_file import ToldFile, folders_for
 from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_feed import TrackerFeed
-from keepstep.view.notify.tracker_process import TrackerProcess
+from keepstep.view.notify.tracker_process import COMMAND, TrackerProcess
 from keepstep.view.snapshot import RunSnapshot
 from keepstep.view.source import RunSource
 
@@ -122,7 +122,7 @@ def _receiver(one: Wanted, folders: list[Path], say: Say) -> _Told:
 
 
 def _process(one: Track, say: Say) -> TrackerProcess:
-    return TrackerProcess(one.options, say, secrets=tuple(one.options.headers.values()))
+    return TrackerProcess(one.options, say, secrets=tuple(one.options.headers.values()), command=COMMAND)
 
 
 def _identity(one: Wanted) -> str:

@@ -21,7 +21,7 @@ from keepstep.view.notify.private import redacted
 from keepstep.view.notify.receiver import Say
 from keepstep.view.notify.tracker import TrackerOptions, TrackerOrder
 
-_COMMAND = (sys.executable, "-m", "keepstep.view.notify.tracker_child")
+COMMAND = (sys.executable, "-m", "keepstep.view.notify.tracker_child")
 _MOST_QUEUED = 2000
 _MOST_STARTS = 4
 _STUCK_S = 300.0  # after so long without an answer it is ended and begun again
@@ -38,7 +38,7 @@ class TrackerProcess:
         options: TrackerOptions,
         say: Say,
         *,
-        command: Sequence[str] = _COMMAND,
+        command: Sequence[str] = COMMAND,
         stuck_s: float = _STUCK_S,
         secrets: tuple[str, ...] = (),
         monotonic_s: Callable[[], float] = time.monotonic,
