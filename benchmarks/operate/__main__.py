@@ -8,6 +8,7 @@ its nodes (make kubernetes).
     python -m benchmarks.operate --part PART --seeds 3,17,40-119 --out DIR
     python -m benchmarks.operate --part PART --summary --out DIR
     python -m benchmarks.operate --part page        what the page of 131,072 ranks costs; needs Chromium
+    python -m benchmarks.operate --part metrics     size and time of /metrics, time to an alarm; needs Prometheus
     python -m benchmarks.operate --part hanging     whether viewers that hang slow a job down; --quick: two minutes
 
 In Slurm a seed draws whether a rank or a launcher is killed, a node is lost or slow, a Python error is raised or
@@ -68,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("slurm", "kubernetes", "page", "hanging"), default="slurm")
+    parser.add_argument("--part", choices=("slurm", "kubernetes", "page", "hanging", "metrics"), default="slurm")
     parser.add_argument("--seeds", default="0-119")
     parser.add_argument("--out", type=Path, help="benchmarks/results/operate-PART")
     parser.add_argument("--summary", action="store_true", help="only sum up the seeds that are there")
@@ -80,6 +81,11 @@ def main() -> None:
         from benchmarks.operate.page import report
 
         print(report(out / "figures.json"))
+        return
+    if given.part == "metrics":
+        from benchmarks.operate import metrics
+
+        metrics.report(out / "figures.json")
         return
     if given.part == "hanging":
         from benchmarks.operate import hanging_viewers

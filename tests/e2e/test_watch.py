@@ -119,6 +119,10 @@ def surfaces_tell_the_same(run_dir: Path, tmp_path: Path) -> None:
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"ALLREDUCE", "backward", "optimizer"} <= names
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert {event["name"] for event in events if event["ph"] == "C"} == {"pace", "lost", "waiting"}
+    marks = {event["name"] for event in events if event["ph"] == "i"}
+    assert {"incident 0001 slow: onset", "incident 0001 slow: relief"} <= marks
+    assert any(mark.startswith("incident 0001 slow: verdict: rank 2") for mark in marks)
 
 
 @pytest.mark.quiet

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from keepstep import wire
 from keepstep.agent.arguments import Arguments
+from keepstep.agent.for_viewers import ForViewers
 from keepstep.agent.hearing import Hearing
 from keepstep.agent.node import NodeAgent
 from keepstep.agent.sensors.gpus import Gpus
@@ -85,6 +86,11 @@ class Program:
         self._backups = self._started_backups()
         self._checkpoints = self._started_checkpoints()
         self._checksums = self._started_checksums()
+        self._for_viewers = ForViewers(
+            self._agent.network,
+            lambda: self._checkpoints.kept if self._checkpoints is not None else wire.KeptSteps(),
+            arguments.run_dir / "nodes" / str(arguments.node_rank),
+        )
         self._client = wire.Client(
             arguments.controller,
             self._key,
@@ -183,6 +189,7 @@ class Program:
             failure_domain=arguments.failure_domain,
             launcher=max(self._parent, 0),
         )
+        self._for_viewers.again()
         yield from self._agent.again()
         yield from self._hearing.again()
         if self._backups is not None:
@@ -293,7 +300,7 @@ class Program:
         asyncio.get_running_loop().call_later(max(interval_s - spent_s, 0.002), self._tick)
 
     def _beat(self, now_s: float) -> None:
-        self._send(self._agent.heartbeat(time.monotonic_ns()))
+        self._send(self._heartbeat())
         self._listen(self._agent.addresses()[0])
         if now_s >= self._next_beat_s:
             self._next_beat_s = max(self._next_beat_s + self._heartbeat_s, now_s)
@@ -307,6 +314,9 @@ class Program:
             self._interval_s = min(self._interval_s * 1.25, _SLOWEST_POLL_S if short else _SLOW_POLL_S)
         elif share < 0.7 * _CPU_SHARE:
             self._interval_s = max(self._interval_s / 1.1, _POLL_S)
+
+    def _heartbeat(self) -> wire.Heartbeat:
+        return self._for_viewers.added(self._agent.heartbeat(time.monotonic_ns()))
 
     def _orphaned(self) -> bool:
         return os.getppid() != self._parent or self._launcher is None or not alive(self._launcher)
@@ -337,7 +347,7 @@ class Program:
             logger.warning("%d processes killed", killed)
         self._agent.poll(time.monotonic_ns())
         logger.info("%d rings saved", self._agent.save_rings())
-        self._send(self._agent.heartbeat(time.monotonic_ns()))
+        self._send(self._heartbeat())
         for words in self._hearing.end(time.monotonic()):
             self._send(words)
         self._send(wire.Bye("the launcher is gone" if orphaned else "told to end", orphaned))

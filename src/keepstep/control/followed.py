@@ -44,12 +44,13 @@ class Window:
 
     def _followed(self, question: Follow) -> Followed:
         cluster, now_s, unix_s = self.controller.cluster, self.clock(), self.unix_s()
-        known = [node for rank, node in sorted(cluster.nodes.items()) if rank >= question.first_node]
+        last = max(cluster.nodes, default=-1)
+        known = [rank for rank in range(question.first_node, last + 1) if rank in cluster.nodes]
         nodes: list[bytes] = []
         ranks: list[bytes] = []
         links: list[bytes] = []
         size = 0
-        for node in known[:_MOST_NODES]:
+        for node in map(cluster.nodes.__getitem__, known[:_MOST_NODES]):
             rows = _bounded(node.rank, rank_rows(node)[1])
             paths = self._paths(node) if question.with_links else b""
             nodes.append(_encode(node_status(self.controller, node, now_s, with_ranks=False)))
@@ -67,7 +68,7 @@ class Window:
             packed_list(nodes),
             packed_list(ranks),
             packed_list(links),
-            known[len(nodes)].rank if len(nodes) < len(known) else -1,
+            known[len(nodes)] if len(nodes) < len(known) else -1,
             status,
             self.layout,
             self.register,

@@ -13,7 +13,7 @@ from keepstep.wire.violation import Violation
 logger = logging.getLogger("keepstep.control")
 
 _REFUSAL = f"{MOST_VIEWERS} viewers look at this job, and no more may: close one of them"
-_SHARE = 0.03  # of a core that answers take at most, those of all viewers together
+_SHARE = 0.025  # of a core that answers take at most, those of all viewers together
 _UNREAD_S = 30.0  # time after which a viewer has to have read its answer
 
 Answer = Callable[[wire.Message], wire.Message]
@@ -23,7 +23,7 @@ class Viewers:
     """The viewers of a job. They are no peers of the controller's core: what they send cannot reach it.
 
     Each has one question at a time, which is answered when it is its turn: after an answer all wait for so long that
-    answers take 3 % of a core.
+    answers take 2.5 % of a core.
     """
 
     def __init__(

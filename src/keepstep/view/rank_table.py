@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -26,24 +27,24 @@ def rank_table(nodes: Iterable[tuple[int, Sequence[RankBeat]]]) -> RankTable:
         beats.extend(ranks)
         counts.append(len(ranks))
         numbers.append(number)
-    rank = _column([one.rank for one in beats], np.int64)
-    step = _column([one.step for one in beats], np.int64)
-    phase = _column([one.phase for one in beats], np.int64)
-    node = np.repeat(_column(numbers, np.int64), counts)
+    rank = _column(beats, "rank", np.int64)
+    step = _column(beats, "step", np.int64)
+    phase = _column(beats, "phase", np.int64)
+    node = np.repeat(np.array(numbers, np.int64), counts)
     table = RankTable(
         rank.astype(np.int32),
         node.astype(np.int32),
         step,
         phase.astype(np.int16),
-        _column([one.iteration_s for one in beats], np.float32),
-        _column([one.self_s for one in beats], np.float32),
-        _column([one.idle_s for one in beats], np.float32),
-        _column([one.overdue_s for one in beats], np.float32),
-        _column([one.alive for one in beats], np.bool_),
-        _column([one.watched for one in beats], np.bool_),
+        _column(beats, "iteration_s", np.float32),
+        _column(beats, "self_s", np.float32),
+        _column(beats, "idle_s", np.float32),
+        _column(beats, "overdue_s", np.float32),
+        _column(beats, "alive", np.bool_),
+        _column(beats, "watched", np.bool_),
     )
     sound = (rank >= 0) & (rank < _MOST_RANKS) & (step >= -1) & (step < _MOST_STEPS)
-    sound &= (abs(phase) < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
+    sound &= (phase >= -1) & (phase < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
     if sound.all() and (rank[1:] > rank[:-1]).all():
         return table
     chosen = np.flatnonzero(sound)
@@ -52,12 +53,13 @@ def rank_table(nodes: Iterable[tuple[int, Sequence[RankBeat]]]) -> RankTable:
     return _picked(table, chosen[::-1][last])
 
 
-def _column(values: Sequence[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
-    """The values as an array; a number too large for it becomes one that no rank can have."""
+def _column(beats: Sequence[RankBeat], name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """One field of all heartbeats; a number too large for it becomes one that no rank can have."""
     try:
         with np.errstate(over="ignore"):
-            return np.fromiter(values, kind, len(values))
+            return np.fromiter(map(attrgetter(name), beats), kind, len(beats))
     except OverflowError:
+        values = map(attrgetter(name), beats)
         return np.array([value if -(1 << 62) < value < 1 << 62 else -2 for value in values], kind)
 
 

@@ -16,9 +16,12 @@ from keepstep.view.source import RunSource
 from keepstep.view.top_look import look_at
 from keepstep.view.top_screen import Look, Piece, Screen, Style, screen
 
-_LEAST_PAUSE_S, _ENDED_PAUSE_S = 1.0, 10.0
+_LEAST_PAUSE_S, _READING_PAUSE_S, _ENDED_PAUSE_S = 1.0, 0.2, 10.0
 _MOST_SHARE = 0.03  # of a core that looking at the run may take
-_FIRST_SHARE = 0.5  # the same, until all that is there was read once
+_FIRST_SHARE, _FIRST_S = (
+    0.5,
+    0.5,
+)  # a larger one, until it has taken so many seconds, as a small run is read then
 _KEYS_MS = 250  # for so long a key is waited for, before it is looked whether there is news
 _SCROLLS = {
     ord("j"): 1, curses.KEY_DOWN: 1, ord("k"): -1, curses.KEY_UP: -1, ord("g"): -1_000_000, ord("G"): 1_000_000,
@@ -57,18 +60,23 @@ class _Watcher:
         self.error: BaseException | None = None
 
     def _watch(self) -> None:
+        spent_s = 0.0
         try:
             while not self._ended.is_set():
                 began_s = time.thread_time()
                 self.newest = look_at(self._source, self._run)
                 cost_s = time.thread_time() - began_s
-                if not self._source.is_whole:  # what happened before is still read
-                    self._ended.wait(max(_LEAST_PAUSE_S / 5, cost_s / _FIRST_SHARE))
-                    continue
-                least_s = _ENDED_PAUSE_S if self.newest.snapshot.end is not None else _LEAST_PAUSE_S
-                self._ended.wait(max(least_s, cost_s / _MOST_SHARE))
+                spent_s += cost_s
+                share = _FIRST_SHARE if spent_s < _FIRST_S else _MOST_SHARE
+                self._ended.wait(max(self._least_pause_s(), cost_s / share))
         except BaseException as error:
             self.error = error
+
+    def _least_pause_s(self) -> float:
+        if not self._source.is_whole:  # what happened before is still read
+            return _READING_PAUSE_S
+        has_ended = self.newest is not None and self.newest.snapshot.end is not None
+        return _ENDED_PAUSE_S if has_ended else _LEAST_PAUSE_S
 
     def end(self) -> None:
         """End the thread; one that is held up by a file system ends with the process."""

@@ -138,3 +138,22 @@ def ended(job: RunSnapshot, exit_code: int = 1) -> RunSnapshot:
     """The job after its end."""
     closed = tuple(replace(one, status="ended") for one in job.incidents)
     return replace(job, state="ended", end=RunEnd(exit_code, "crash", "rank 5 was killed"), incidents=closed)
+
+
+def story(name: str = "demo") -> list[RunSnapshot]:
+    """A run from healthy steps over a slow rank, a hang and a crash to its end, in which all metrics have a value."""
+    healthy = [snapshot(step=step, name=name) for step in (100, 101, 102)]
+    slow = with_slow_rank(snapshot(step=110, name=name))
+    hung = with_hang(with_slow_rank(snapshot(step=111, name=name)))
+    lost = replace(hung, incidents=tuple(replace(one, lost_s=30.0) for one in hung.incidents))
+    return [
+        *healthy,
+        slow,
+        slow,
+        hung,
+        lost,
+        lost,
+        with_crash(lost),
+        with_crash(lost),
+        ended(with_crash(lost)),
+    ]

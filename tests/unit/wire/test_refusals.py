@@ -50,6 +50,18 @@ async def controller() -> AsyncIterator[Listening]:
 
 
 @asynccontextmanager
+async def viewers() -> AsyncIterator[Listening]:
+    callbacks = wire.ServerCallbacks(
+        message=lambda connection, message: connection.send(wire.Followed(1.0)),
+        opened=lambda connection: None,
+        closed=lambda connection, reason: None,
+    )
+    one = await wire.serve("127.0.0.1", 0, KEY, callbacks)
+    yield Listening(one.port, "viewer", wire.Follow(), one.counters)
+    await one.close()
+
+
+@asynccontextmanager
 async def elections() -> AsyncIterator[Listening]:
     one = Elections(
         wire.Seat(1, "node-0", 100, "127.0.0.1", 0),
@@ -86,6 +98,7 @@ async def agents(
 
 USERS: dict[str, Callable[[], AbstractAsyncContextManager[Listening]]] = {
     "controller": controller,
+    "viewers": viewers,
     "elections": elections,
     "checks": checks,
     "states": lambda: agents(state_server(KEY, _nothing_here), "peer", Want(0, 1)),

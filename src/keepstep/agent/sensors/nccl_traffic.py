@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepstep.agent.sensors.nccl_links import members_of
+from keepstep.agent.sensors.path_rates import PathRates
 from keepstep.agent.sensors.sockets import Look, busiest
 from keepstep.core.errors import RingError
 from keepstep.core.link_counters import LinkSnapshot
@@ -37,6 +38,7 @@ class NcclTraffic:
     def __init__(self, tables: Mapping[int, str]) -> None:
         """``tables``: paths by rank."""
         self._tables = tables
+        self.rates = PathRates("NCCL")
         self._looks: deque[Look] = deque(maxlen=_LOOKS)
         self._last: dict[_Key, tuple[int, int]] = {}
         self._rates: dict[_Key, deque[float]] = {}
@@ -61,6 +63,7 @@ class NcclTraffic:
         self._rates = {key: rates for key, rates in self._rates.items() if key in last}
         if self._looked_s:
             self._looks.append(Look(self._looked_s, now_s, sent))
+            self.rates.add(sent)
         self._looked_s = now_s
         self._next_s = now_s + max(_LEAST_S, _COSTS * (time.thread_time() - began_s))
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from keepstep.agent.sensors import nccl_links
 from keepstep.agent.sensors.nccl_traffic import NcclTraffic
+from keepstep.agent.sensors.path_rates import WINDOW_S, chosen
 from keepstep.agent.sensors.ports import PortSensor
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.agent.sensors.sockets import MOST_PEERS, SocketSensor
 from keepstep.core.errors import RingError
 from keepstep.core.port_counters import PortTraffic
 from keepstep.core.summary import GroupInfo, LinkState, PeerTraffic
+from keepstep.wire.messages import PathRate
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -25,6 +27,7 @@ class NetworkSensors:
         self._node, self._tables, self._ports = node, tables, ports
         self.sockets = SocketSensor()
         self._nccl = NcclTraffic(tables)
+        self._window_s: float | None = None  # when the window of `lately` began
 
     def look(
         self,
@@ -48,6 +51,16 @@ class NetworkSensors:
             *self.sockets.traffic(onset_s, self._node, most),
             *self._nccl.traffic(onset_s, self._node, most),
         )
+
+    def lately(self, now_s: float) -> tuple[PathRate, ...]:
+        """What was sent on each path in the last ten seconds, once in as many; between them nothing."""
+        if self._window_s is None:
+            self._window_s = now_s
+        seconds = now_s - self._window_s
+        if seconds < WINDOW_S:
+            return ()
+        self._window_s = now_s
+        return chosen(self.sockets.rates.close_window(seconds) + self._nccl.rates.close_window(seconds))
 
     def ports(self, onset_s: float) -> tuple[PortTraffic, ...]:
         """What each port of the fabric counted before and after a moment."""

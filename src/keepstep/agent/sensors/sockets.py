@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from keepstep.agent.sensors.path_rates import PathRates
 from keepstep.agent.sensors.processes import ProcessId
 from keepstep.core.descriptors import socket_inodes
 from keepstep.core.summary import PeerTraffic
@@ -40,7 +41,8 @@ _SOURCE, _TARGET = (
 _ATTRIBUTE = struct.Struct("=HH")
 _BYTES = struct.Struct("=QQ")  # tcpi_bytes_acked and tcpi_bytes_received
 _BUSY = struct.Struct("=QQ")  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds
-_BYTES_AT, _BUSY_AT = 120, 168
+_RETRANSMITS = struct.Struct("=I")  # tcpi_total_retrans
+_RETRANSMITS_AT, _BYTES_AT, _BUSY_AT = 100, 120, 168
 _RECEIVE_BYTES = 1 << 16
 
 _LOOKS = 32
@@ -61,6 +63,7 @@ class Connection:
     received_bytes: int
     unread_bytes: int  # bytes that have come and the process has not read
     busy_s: float  # time with data under way, without the time in which the peer's buffer was full
+    retransmits: int  # segments that were sent again
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class SocketSensor:
     """Samples what the node's workers send to each address, once a second or less, and more often in a hang."""
 
     def __init__(self) -> None:
+        self.rates = PathRates("TCP")
         self._looks: deque[Look] = deque(maxlen=_LOOKS)
         self._last: dict[int, Connection] = {}
         self.looked_s = 0.0  # when the last sample was taken; 0 before the first
@@ -157,6 +161,7 @@ class SocketSensor:
             self._foreign |= found.keys() - mine.keys()
         own = {inode: one for inode, one in found.items() if inode in self._own}
         sent: dict[tuple[str, str], tuple[int, float]] = {}
+        again: dict[tuple[str, str], int] = {}
         self._unread = {}
         for inode, one in own.items():
             before = self._last.get(inode)
@@ -169,10 +174,14 @@ class SocketSensor:
             nbytes, busy_s = one.acked_bytes - before.acked_bytes, one.busy_s - before.busy_s
             if nbytes < 0:
                 continue
-            known = sent.get((one.source, one.target), (0, 0.0))
-            sent[one.source, one.target] = (known[0] + nbytes, known[1] + max(busy_s, 0.0))
+            path = one.source, one.target
+            known = sent.get(path, (0, 0.0))
+            sent[path] = (known[0] + nbytes, known[1] + max(busy_s, 0.0))
+            if more := max(one.retransmits - before.retransmits, 0):
+                again[path] = again.get(path, 0) + more
         if self.looked_s:
             self._looks.append(Look(self.looked_s, now_s, sent))
+            self.rates.add(sent, again)
         self._last, self.looked_s = own, now_s
 
 
@@ -230,7 +239,8 @@ def _connection(message: bytes, family: int) -> Connection | None:
             acked, received = _BYTES.unpack_from(message, info + _BYTES_AT)
             busy_us, window_us = _BUSY.unpack_from(message, info + _BUSY_AT)
             busy_s = max(busy_us - window_us, 0) * 1e-6
-            return Connection(inode, source, target, acked, received, unread, busy_s)
+            (again,) = _RETRANSMITS.unpack_from(message, info + _RETRANSMITS_AT)
+            return Connection(inode, source, target, acked, received, unread, busy_s, again)
         at += (length + 3) & ~3
     return None
 

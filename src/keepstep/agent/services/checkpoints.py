@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from keepstep.checkpoint.storage.manifest import key_text
 from keepstep.checkpoint.storage.persist import Persister
 from keepstep.checkpoint.storage.persist_plan import PersistPlan
 from keepstep.checkpoint.storage.source import StorageSource
+from keepstep.core.errors import CheckpointError
 from keepstep.core.own_folders import write_whole
+from keepstep.wire.messages import MOST_NOTICES, KeptSteps
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -33,6 +36,7 @@ _MEND = (
     "training goes on, and it is tried again: mend that, or start again with another --checkpoint-dir. "
     "At its end the run waits for what is not there (checkpoint_wait_s; Ctrl-C: no longer), then it is lost"
 )
+_MOST_TEXT = 500  # characters of a line that others are told
 _LOOK_S = 0.25
 _TELL_S = 1.0
 _STOP_S = 0.2
@@ -82,6 +86,8 @@ class Checkpoints:
         self._declared: tuple[frozenset[Key], bool] = (frozenset(), False)
         self._told: tuple[list[Key], Key | None, list[str]] | None = None
         self._tell_s = 0.0
+        self.kept = KeptSteps()  # the newest steps that are kept; read from other threads
+        self._look_at_kept_s = 0.0
         self._said = False  # whether the launcher was asked to say what keeps steps from storage
 
     def start(self) -> None:
@@ -101,6 +107,7 @@ class Checkpoints:
 
     def look(self) -> None:
         """Order newly sealed steps to be written, and release the cached steps that are on storage."""
+        self._look_at_kept()
         if self._persister is None:
             self._tell((), None)
             return
@@ -118,6 +125,24 @@ class Checkpoints:
         self.states.pin(self._persister.follow(self.states.sealed()))
         self._say_trouble(self._persister.lasting_trouble())
         self._tell(pending, whole)
+
+    def _look_at_kept(self) -> None:
+        """Note, once a second, the newest steps that are kept of all ranks of the node."""
+        if time.monotonic() < self._look_at_kept_s:
+            return
+        self._look_at_kept_s = time.monotonic() + _TELL_S
+        held: list[frozenset[Key]] = []
+        with suppress(CheckpointError):  # the cache has ended before the agent
+            held = [self.states.held(rank) for rank in self._place.ranks]
+        common = held[0].intersection(*held) if held else frozenset[Key]()
+        sealed = max(common, default=None)
+        stored = max(self._persister.whole or (), default=None) if self._persister else None
+        troubles = self._persister.troubles()[:MOST_NOTICES] if self._persister else []
+        self.kept = KeptSteps(
+            sealed.step if sealed else -1,
+            stored.step if stored else -1,
+            tuple(line[:_MOST_TEXT] for line in troubles),
+        )
 
     def _say_trouble(self, trouble: str) -> None:
         """Have the launcher say, once in a job, what keeps steps from storage."""
