@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.operate.hanging_viewers import Block, means_ms, noise, ratios
 
-BLOCKS = [Block("nobody", 0, 10), Block("hanging", 20, 30), Block("nobody", 40, 50), Block("answering", 60, 70)]
+BLOCKS = [
+    Block("nobody", 0, 10),
+    Block("hanging", 20, 30),
+    Block("nobody", 40, 50),
+    Block("answering", 60, 70),
+]
 STEPS = [(1, 0.1), (9.9, 0.3), (15, 9.0), (20, 0.4), (29, 0.2), (41, 0.4), (60, 0.6)]
 
 
