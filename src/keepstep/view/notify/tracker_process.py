@@ -72,8 +72,8 @@ class TrackerProcess:
 
     def pump(self, timeout_s: float = _LOOK_S) -> None:
         """Send what fits, take the answers, look after the process; returns after ``timeout_s`` seconds at most."""
-        if self.is_given_up:
-            time.sleep(min(timeout_s, _LOOK_S))
+        if self._child is None and not self.waits:  # nothing to record yet, or given up
+            time.sleep(timeout_s)
             return
         if self._child is None:
             self._start()
