@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-GPT = [str(ROOT / "examples/gpt/train.py"), "--dp", "2", "--pp", "2", "--emulate-compute-ms", "20"]
+GPT = [str(ROOT / "examples/gpt/train.py"), "--dp", "2", "--pp", "2", "--emulate-compute-ms", "10"]
 RECOVER = str(ROOT / "examples/recover/train.py")
 _PATIENCE_S = 150.0
 
@@ -74,10 +74,20 @@ def incident(run: Path, kind: str, **has: Any) -> bool:
 def newest_step(run: Path) -> int:
     """The newest step that the run's status tells."""
     try:
-        ranks = json.loads((run / "status.json").read_bytes())["ranks"]
-        return max((rank["step"] for rank in ranks), default=-1)
+        return int(json.loads((run / "status.json").read_bytes())["newest_step"])
     except (OSError, ValueError, KeyError):
         return -1
+
+
+def worker_of(launcher: int, rank: int) -> int:
+    """The process that plays a rank."""
+    import psutil
+
+    for one in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if one.environ().get("RANK") == str(rank) and RECOVER in one.cmdline():
+                return one.pid
+    raise SystemExit(f"nobody plays rank {rank}")
 
 
 def shoot(url: str, out: Path, *, scheme: str = "light", width: int = 1280) -> None:
@@ -115,17 +125,17 @@ def save(content: bytes, out: Path) -> None:
 
 def slow(run: Path, out: Path) -> None:
     with (
-        job(run, *GPT, "--steps", "900", "--fault", "slow rank 2 by 2x at step 40"),
+        job(run, *GPT, "--steps", "900", "--fault", "slow rank 2 by 2x at step 20"),
         page_of_later(run) as url,
     ):
         until(lambda: incident(run, "slow"))
-        until(lambda: newest_step(run) > 70)
+        until(lambda: newest_step(run) > 34)
         shoot(url(), out)
 
 
 def hang(run: Path, out: Path) -> None:
     with (
-        job(run, *GPT, "--steps", "900", "--fault", "hang rank 1 at step 25 in backward"),
+        job(run, *GPT, "--steps", "900", "--fault", "hang rank 1 at step 12 in backward"),
         page_of_later(run) as url,
     ):
         until(lambda: incident(run, "hang"))
@@ -134,10 +144,9 @@ def hang(run: Path, out: Path) -> None:
 
 def recovered(run: Path, out: Path) -> None:
     words = ["--max-restarts", "3", RECOVER, "100000", str(run.parent / "losses")]
-    with job(run, *words), page_of_later(run) as url:
+    with job(run, *words) as running, page_of_later(run) as url:
         until(lambda: newest_step(run) > 50)
-        ranks = json.loads((run / "status.json").read_bytes())["ranks"]
-        os.kill(ranks[2]["pid"], signal.SIGKILL)
+        os.kill(worker_of(running.pid, rank=2), signal.SIGKILL)
         until(lambda: incident(run, "crash", recovery=True))
         time.sleep(5)
         shoot(url(), out)
@@ -145,13 +154,13 @@ def recovered(run: Path, out: Path) -> None:
 
 def healthy(run: Path, out: Path) -> None:
     with job(run, *GPT, "--steps", "900"), page_of_later(run) as url:
-        until(lambda: newest_step(run) > 60)
+        until(lambda: newest_step(run) > 40)
         shoot(url(), out)
 
 
 def ended(run: Path, out: Path) -> None:
-    fault = "slow rank 3 by 2x at step 25 for 20 steps"
-    with job(run, *GPT, "--steps", "65", "--fault", fault) as running:
+    fault = "slow rank 3 by 2x at step 15 for 15 steps"
+    with job(run, *GPT, "--steps", "45", "--fault", fault) as running:
         running.wait(_PATIENCE_S)
     with page_of_later(run) as url:
         shoot(url(), out, scheme="dark")
@@ -214,6 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/howto/pictures")
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs and servers are ended on the way out
     for name in given.names:
         top = given.keep / name if given.keep else Path(tempfile.mkdtemp(prefix="keepstep-picture-"))
         top.mkdir(parents=True, exist_ok=True)

@@ -171,7 +171,7 @@ def test_it_is_used_by_keyboard_alone(seen: Seen) -> None:
         page.keyboard.press("?")
         assert page.is_visible("#keys")
         page.keyboard.press("h")
-        page.focus("#heat canvas")
+        page.focus("#heat canvas[tabindex]")
         page.keyboard.press("Home")
         page.keyboard.press("End")
         until(page, "document.getElementById('heat-tells').textContent.includes('rank 0')")
@@ -202,7 +202,7 @@ def test_one_file_shows_the_same_and_asks_nobody(seen: Seen, tmp_path: Path) -> 
     page = seen.open(path.as_uri())
     for name in PICTURES:
         assert page.evaluate(COLOURS, name) > 3, name
-    page.focus("#heat canvas")
+    page.focus("#heat canvas[tabindex]")
     page.keyboard.press("End")
     for _ in range(3):
         page.keyboard.press("ArrowDown")

@@ -162,4 +162,7 @@ def severity_of(incident: Incident) -> Severity:
 def confidence_in(culprits: Sequence[Culprit]) -> Confidence:
     """The confidence in the least sure culprit; ``low`` where nobody is named."""
     found = {one.confidence for one in culprits}
-    return next((word for word in CONFIDENCES if word in found), "low")
+    for word in CONFIDENCES:
+        if word in found:
+            return word
+    return "low"

@@ -40,7 +40,7 @@ class ToldFile:
         self._folders = folders
         self._path: Path | None = None
         self._lock = -1
-        self._kept = b""
+        self._kept: bytes = b""
         self.trouble = ""  # why what was told is not kept, or told again
 
     def take_over(self) -> Told | None:

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.view.notify.receiving import Web, refused_port, web
 from tests.unit.view.notify.told_runs import over, seen, slow
 
-from keepstep.view.notify import starting, tracker_process
+from keepstep.view.notify import starting
 from keepstep.view.notify.starting import Telling, start
 
 ODD = Path(__file__).with_name("odd_tracker.py")
@@ -81,11 +81,7 @@ def test_a_tracker_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("tensorboard", reason="no tensorboard")
     (tmp_path / "run").mkdir()
     command = (sys.executable, str(ODD), str(tmp_path / "got"), "hang")
-    monkeypatch.setattr(
-        tracker_process.TrackerProcess.__init__,
-        "__kwdefaults__",
-        {**tracker_process.TrackerProcess.__init__.__kwdefaults__, "command": command},
-    )
+    monkeypatch.setattr(starting, "COMMAND", command)
     with web() as good:
         file = notify_file(tmp_path, good=good)
         file.write_text(file.read_text() + "[tensorboard]\nfolder = 'tb'\n")

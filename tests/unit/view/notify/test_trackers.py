@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -44,14 +45,13 @@ def test_tensorboard(tmp_path: Path, notices: list[Notice]) -> None:
         "tensorboard.backend.event_processing.event_file_loader", reason="no tensorboard"
     )
     record(TrackerOptions("tensorboard", "r", folder=str(tmp_path / "tb" / "keepstep")), notices)
+    events = import_module("tensorboard.compat.proto.event_pb2")
     (path,) = (tmp_path / "tb" / "keepstep").iterdir()
     scalars, texts = [], []
     for event in loader.RawEventFileLoader(str(path)).Load():
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        for value in Event.FromString(event).summary.value:
+        for value in events.Event.FromString(event).summary.value:
             if value.HasField("simple_value"):
-                scalars.append((Event.FromString(event).step, value.tag, value.simple_value))
+                scalars.append((events.Event.FromString(event).step, value.tag, value.simple_value))
             else:
                 texts += [text.decode() for text in value.tensor.string_val]
     assert (2, "keepstep/iteration_s", 2.5) in scalars

@@ -56,9 +56,9 @@
       el("button", { type: "button", "aria-pressed": String(near), onclick: () => { near = !near; K.redraw(picture); } }, near ? "Whole run" : "Around the chosen one"),
       ...(pages > 1 ? [el("button", { type: "button", disabled: page === 0, onclick: () => { page--; K.redraw(picture); } }, "Newer"),
         el("button", { type: "button", disabled: page === pages - 1, onclick: () => { page++; K.redraw(picture); } }, "Older")] : []));
-    const focused = drawing.contains(document.activeElement) ? document.activeElement.dataset.number : null;
+    const wasFocused = drawing.contains(document.activeElement);
     drawing.replaceChildren(rows(shown));
-    if (focused) drawing.querySelector(`[data-number="${focused}"]`)?.focus();
+    if (wasFocused) drawing.firstChild.focus({ preventScroll: true });
     tellChosen();
   }
 
@@ -105,7 +105,6 @@
     event.preventDefault();
     const next = shown[Math.min(Math.max(at + by, 0), shown.length - 1)];
     if (next) choose(next.number);
-    drawing.firstChild?.focus();
   }
   function choose(number) {
     K.chosen = number;
