@@ -161,7 +161,7 @@ class Feed:
                     moment = await self._next_after(seen)
                 if moment is None:
                     return
-                yield moment.change_frame if moment.version == seen + 1 else moment.whole_frame
+                yield moment.change_frame if 0 <= seen == moment.version - 1 else moment.whole_frame
                 seen = moment.version
         finally:
             self.viewers -= 1
