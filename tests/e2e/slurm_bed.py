@@ -145,6 +145,10 @@ class SlurmBed:
         """The state of a node in ``sinfo``'s words."""
         return self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").stdout.strip()
 
+    def is_drained(self, node: str) -> bool:
+        """Whether a node is drained and no job has it; ``sinfo`` of 24.11 may call it draining until the job ends."""
+        return "State=IDLE+DRAIN " in self.run("scontrol", "show", "node", node).stdout
+
     def told(self, job: str, name: str) -> str:
         """What ``scontrol`` shows of a job under a name, as ``Restarts``; empty where there is nothing."""
         shown = self.run("scontrol", "show", "job", job).stdout

@@ -189,7 +189,7 @@ def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nob
     assert "n1 has left the job, which begins again, incarnation 1" in done.stdout, done
     assert "keepstep slurm has Slurm drain it" in done.stdout
     until(lambda: "n1" in reasons(bed), "it is drained")
-    until(lambda: bed.state("n1") == "drained", "it is given back: Slurm has no job there")
+    until(lambda: bed.is_drained("n1"), "it is given back: Slurm has no job there")
     assert (bed.told(job, "JobState"), bed.told(job, "NodeList")) == ("RUNNING", "n[0,2]")
     none = bed.run(*keepstep("ctl", str(run), "drain", "n2"))
     assert none.returncode == 2
