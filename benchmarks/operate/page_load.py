@@ -35,7 +35,7 @@ from keepstep.view.follower import Follower
 AGENTS = 16_384
 MOST_POINTS = 5.0  # of a core that looking may add
 _EVERY_S = 2.0
-_TURNS = 2
+_TURNS = 3
 
 
 def view(run: Path) -> None:
@@ -113,7 +113,8 @@ def measure(agents: int, every_s: int, seconds: float, report: Report) -> None:
     shape = f"{agents} stand-in agents, {agents * RANKS} ranks, heartbeats every {every_s} s, {_TURNS} turns"
     goal = f"at most {MOST_POINTS:g} points of a core" if agents >= AGENTS else None
     each = ", ".join(f"{one:.1f}" for one in looked)
-    report.add(Line("controller, nobody looks", round(median(alone), 1), "% of a core", limit=shape))
+    lone = ", ".join(f"{one:.1f}" for one in alone)
+    report.add(Line("controller, nobody looks", round(median(alone), 1), "% of a core", limit=lone))
     report.add(
         Line(
             "controller, a viewer asks every 2 s",
@@ -124,7 +125,9 @@ def measure(agents: int, every_s: int, seconds: float, report: Report) -> None:
             limit=f"{each} % of a core",
         )
     )
-    report.add(Line("an answer comes after", round(told["s"], 2), "s", limit=f"{told['answers']} answers"))
+    report.add(
+        Line("an answer comes after", round(told["s"], 2), "s", limit=f"{told['answers']} answers; {shape}")
+    )
     report.add(
         Line("viewer's CPU for an answer", round(told["cpu_s"], 3), "s", limit=f"{told['ranks']} ranks")
     )

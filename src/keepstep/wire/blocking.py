@@ -40,10 +40,15 @@ class BlockingConnection:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._channel: ClientChannel | ServerChannel | None = None
+        self._patience_s: float | None = None
         notice_dead_host(connection)
 
     def patience(self, seconds: float) -> None:
         """Give up a single read or write after this time."""
+        self._patience_s = seconds
+        if isinstance(self.socket, ssl.SSLSocket):  # which would read on whatever the kernel says
+            self.socket.settimeout(seconds)
+            return
         value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.socket.setsockopt(socket.SOL_SOCKET, option, value)
@@ -53,6 +58,7 @@ class BlockingConnection:
         # `shut` must be able to wake this thread during the TLS handshake, so the socket is replaced before it.
         wrapped = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
         self.socket = wrapped
+        wrapped.settimeout(self._patience_s)
         wrapped.do_handshake()
 
     def ends(self) -> Ends:
@@ -126,7 +132,7 @@ class BlockingConnection:
             late = end_s is not None and time.monotonic() > end_s
             try:
                 data = b"" if late else self.socket.recv(min(count - len(found), 1 << 20))
-            except BlockingIOError:  # nothing has come for as long as `patience` allows
+            except (BlockingIOError, TimeoutError):  # nothing has come for as long as `patience` allows
                 if end_s is None:
                     raise
                 late, data = True, b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.certificates import certificates
 from tests.unit.control.test_followed import incident
 from tests.unit.control.test_status_writer import job
 
@@ -26,7 +28,7 @@ Answers = Callable[[wire.Connection, wire.Message], None]
 
 
 @contextmanager
-def controllers(run: Path, *answers: Answers) -> Iterator[list[int]]:
+def controllers(run: Path, *answers: Answers, tls: ssl.SSLContext | None = None) -> Iterator[list[int]]:
     """Servers of one run that answer so; ``run.json`` names the first. Gives their ports."""
     key = wire.RunKey(wire.write_secret(run / "secret"))
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
@@ -41,7 +43,7 @@ def controllers(run: Path, *answers: Answers) -> Iterator[list[int]]:
                     answer(to, message)
 
             callbacks = wire.ServerCallbacks(told, lambda _: None, lambda _, __: None)
-            servers.append(await wire.serve("127.0.0.1", 0, key, callbacks))
+            servers.append(await wire.serve("127.0.0.1", 0, key, callbacks, tls=tls))
         ports.extend(one.port for one in servers)
         content = {"controller": f"127.0.0.1:{ports[0]}", "secret_file": str(run / "secret")}
         (run / "run.json").write_text(json.dumps(content))
@@ -113,6 +115,26 @@ def test_a_controller_that_says_nothing(tmp_path: Path) -> None:
     with controllers(tmp_path, lambda to, message: None):
         follower = Follower(Run(tmp_path), 0.2)
         with pytest.raises(RunError, match=r"it says nothing for 0\.2 s"):
+            follower.ask()
+
+
+def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = certificates(tmp_path)
+    here = Window(job(3), "", dict, lambda: 3.0, lambda: 5.0)
+    asked: list[wire.Message] = []
+
+    def answer(to: wire.Connection, message: wire.Message) -> None:
+        asked.append(message)
+        if len(asked) == 1:
+            to.send(here.answer(message))
+
+    for name, path in (("CERT", paths.cert), ("KEY", paths.key), ("CA", paths.ca)):
+        monkeypatch.setenv(f"KEEPSTEP_TLS_{name}", path)
+    with controllers(tmp_path, answer, tls=wire.server_context(paths)):
+        follower = Follower(Run(tmp_path), 1.0)
+        assert len(follower.ask().ranks) == 6
+        follower.close()
+        with pytest.raises(RunError, match=r"it says nothing for 1 s"):
             follower.ask()
 
 
