@@ -267,3 +267,16 @@ def test_ten_thousand_incidents_are_read_bit_by_bit(tmp_path: Path) -> None:
     found = source.read_all()
     assert [one.number for one in found.incidents] == list(range(1, 10_001))
     assert found.troubles == ()
+
+
+def test_the_rows_of_ranks_of_a_large_run_are_beside_its_status(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", ranks=1030, steps=2, per_node=1)
+    source = look(tmp_path / "run")
+    found = source.read_all()
+    assert found.troubles == ()
+    assert found.ranks is not None
+    assert found.ranks.node.tolist() == list(range(1030))
+    (tmp_path / "run/ranks.msgpack").write_bytes(b"\xdd")
+    damaged = look(tmp_path / "run").read_all()
+    assert [line for line in damaged.troubles if "ranks.msgpack" in line]
+    assert (damaged.ranks, len(damaged.nodes), damaged.newest_step) == (None, 1030, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keepstep.view.link_table import links_between, read_paths
-from keepstep.view.rank_table import rank_table
+from keepstep.view.rank_table import joined, rank_table
 from keepstep.wire.messages import PathRate, RankBeat
 
 MIB = 1 << 20
@@ -77,6 +77,16 @@ def test_links_are_between_the_nodes_whose_addresses_these_are() -> None:
     assert found[0, 1].retransmits_per_s == 1.5
     assert (found[2, 0].bytes_per_s, found[2, 0].usual_bytes_per_s) == (8 * MIB, 0.0)
     assert {(one.source, one.target) for one in links_between(paths, None)} == {(0, 1)}
+
+
+def test_tables_of_parts_are_joined_to_the_table_of_all() -> None:
+    places = ([4, 5], [0, 1], [1, 2])
+    nodes = [(node, [RankBeat(rank, node, 0, 0) for rank in ranks]) for node, ranks in enumerate(places)]
+    whole, parts = rank_table(nodes), joined([rank_table([one]) for one in nodes])
+    for name in type(whole).__slots__:
+        assert getattr(whole, name).tolist() == getattr(parts, name).tolist()
+    assert whole.node.tolist() == [1, 2, 2, 0, 0]
+    assert len(joined([])) == 0
 
 
 @pytest.mark.parametrize(
