@@ -3,7 +3,7 @@
     python -m benchmarks.operate.fake_runs DIR --kind slow [--ranks 64 --steps 400 --live 60]
 
 Files are written by keepstep's own types; their times are drawn, and the incidents are made up after real ones. With
-``--live S`` the run goes on for S seconds, a step a second.
+``--live S`` the run goes on for S seconds, a step each second or ``--every`` so many.
 """
 
 from __future__ import annotations
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--layout", default="", help="such as tp2-dp8-pp4")
     parser.add_argument("--live", type=int, default=0, metavar="SECONDS")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="time between two steps")
     given = parser.parse_args()
     kinds = KINDS if given.kind == "all" else (given.kind,)
     runs = [
@@ -322,8 +323,8 @@ def main() -> None:
                  layout=given.layout)
         for kind in kinds
     ]  # fmt: skip
-    for _ in range(given.live):
-        time.sleep(1.0)
+    for _ in range(int(given.live / given.every)):
+        time.sleep(given.every)
         for run in runs:
             if run.kind not in ("ended", "failed", "silent"):
                 run.go_on()
