@@ -204,7 +204,20 @@ def exchange(run: Path, out: Path) -> None:
             begun = losses.read_text().count("\n")
             until(lambda: losses.read_text().count("\n") > begun + 40)
             page = run.parents[1] / "page.html"
-            writing = hosts[0].start([*keepstep, "report", str(run), "--html", str(page)], {})
+            writing = hosts[0].start(
+                [
+                    "sh",
+                    "-c",
+                    'cd "$0" && exec "$@"',
+                    str(run.parents[1]),
+                    *keepstep,
+                    "report",
+                    run.name,
+                    "--html",
+                    str(page),
+                ],
+                {},
+            )
             print(*writing.communicate(timeout=60))
         (run.parents[1] / "enough").touch()
         shoot(page.as_uri(), out)
