@@ -120,7 +120,8 @@ def save(content: bytes, out: Path) -> None:
         out.with_suffix(".png").write_bytes(content)
         return
     picture = Image.open(io.BytesIO(content)).convert("RGB")
-    picture.save(out.with_suffix(".webp"), "WEBP", quality=82, method=6)
+    picture = picture.resize((1000, picture.height * 1000 // picture.width), Image.Resampling.LANCZOS)
+    picture.save(out.with_suffix(".webp"), "WEBP", quality=70, method=6)
 
 
 def slow(run: Path, out: Path) -> None:

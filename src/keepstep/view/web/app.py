@@ -203,7 +203,7 @@ class _Pages:
         exposition = self._served.metrics
         if exposition is None:
             return PlainTextResponse("metrics are not installed\n", 404)
-        moment = await self._feed.newest()
+        moment = await self._feed.newest(lingers=False)
         async with self._expose:
             if self._exposed is None or self._exposed[0] != moment.version:
                 self._exposed = moment.version, await asyncio.to_thread(moment.heat.with_store, exposition)

@@ -90,6 +90,7 @@ class Feed:
         self._arrived = asyncio.Event()  # the next moment; a new event for each
         self._wanted = asyncio.Event()
         self._asked_s = -_LOOKED_S
+        self._once = False  # one look is wanted, and no more after it
         self._closed = False
         self.viewers = 0
 
@@ -107,10 +108,10 @@ class Feed:
     async def run(self) -> None:
         """Look for as long as the server runs, while somebody wants it."""
         while True:
-            if not self._is_wanted():
+            if not self.is_wanted():
                 self._wanted.clear()
                 await self._wanted.wait()
-            began_s = self._clock()
+            began_s, self._once = self._clock(), False
             try:
                 await self.look()
             except Exception:  # what is wrong with one look must not end all
@@ -132,9 +133,13 @@ class Feed:
         arrived.set()
         return moment
 
-    async def newest(self) -> Moment:
-        """A moment that is not older than two looks. Raises asyncio.TimeoutError when the run cannot be looked at."""
-        self._want()
+    async def newest(self, *, lingers: bool = True) -> Moment:
+        """A moment that is not older than two looks.
+
+        ``lingers``: whoever asks looks on for a while, so that the next moments are made as well. Raises
+        asyncio.TimeoutError when the run cannot be looked at.
+        """
+        self._want(lingers)
         moment = self._moment
         if moment is not None and self._clock() - moment.looked_s <= 2 * self.interval_s:
             return moment
@@ -156,7 +161,7 @@ class Feed:
                     moment = await self._next_after(seen)
                 if moment is None:
                     return
-                yield moment.change_frame if moment.version == seen + 1 else moment.whole_frame
+                yield moment.change_frame if 0 <= seen == moment.version - 1 else moment.whole_frame
                 seen = moment.version
         finally:
             self.viewers -= 1
@@ -167,12 +172,16 @@ class Feed:
             await self._arrived.wait()
         return None if self._closed else self._moment
 
-    def _want(self) -> None:
-        self._asked_s = self._clock()
+    def _want(self, lingers: bool = True) -> None:
+        if lingers:
+            self._asked_s = self._clock()
+        else:
+            self._once = True
         self._wanted.set()
 
-    def _is_wanted(self) -> bool:
-        return self._always or self.viewers > 0 or self._clock() - self._asked_s < _LOOKED_S
+    def is_wanted(self) -> bool:
+        """Whether somebody looks, or wants one look."""
+        return self._always or self._once or self.viewers > 0 or self._clock() - self._asked_s < _LOOKED_S
 
     def _looked(self) -> Moment:
         before = self._moment

@@ -83,7 +83,9 @@ def _job(snapshot: RunSnapshot) -> dict[str, Any]:
     return {
         "name": cut(snapshot.name),
         "state": snapshot.state,
-        "since_unix_s": round(snapshot.unix_s - snapshot.state_s) if snapshot.state_s else None,
+        "since_unix_s": round(snapshot.unix_s + snapshot.age_s - snapshot.state_s)
+        if snapshot.state_s
+        else None,
         "end": None
         if end is None
         else {"exit_code": end.exit_code, "category": cut(end.category), "reason": cut(end.reason)},

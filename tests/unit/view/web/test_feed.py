@@ -94,6 +94,23 @@ def test_nobody_looks_at_a_run_that_nobody_watches() -> None:
     asyncio.run(scene())
 
 
+def test_a_scrape_is_one_look() -> None:
+    async def scene() -> None:
+        run, now = MadeRun(), [100.0]
+        feed = Feed(run, clock=lambda: now[0])
+        looking = asyncio.create_task(feed.run())
+        await feed.newest(lingers=False)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert run.looks == 1
+        assert not feed.is_wanted()
+        await feed.newest()
+        assert feed.is_wanted()
+        looking.cancel()
+
+    asyncio.run(scene())
+
+
 def test_a_large_job_is_looked_at_less_often() -> None:
     async def scene() -> None:
         for world, interval_s in ((8, 1.0), (4096, 1.0), (8192, 2.0), (65_536, 5.0)):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 
 import pytest
 from tests.unit.view.web.served_run import MadeRun, serving
 
 from keepstep.core.errors import RunError
+from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.web.feed import Feed
 from keepstep.view.web.serving import Address, bound_socket
 
 
@@ -104,3 +107,43 @@ def test_who_reads_nothing_is_let_go_and_holds_up_nobody() -> None:
                 viewer.ask("/healthz")
                 line.sendall(b" ")
         assert viewer.ask("/healthz")[0] == 200
+
+
+class Hurried(Feed):
+    """Looks again at once."""
+
+    @property
+    def interval_s(self) -> float:
+        return 0.01
+
+
+class Stepping(MadeRun):
+    """A run that has made a step whenever it is looked at."""
+
+    def refresh(self) -> RunSnapshot:
+        self.make_step()
+        return super().refresh()
+
+
+def frames_of(line: socket.socket, last: int) -> list[bytes]:
+    """The events that come until that version has come."""
+    received = b""
+    while not (frames := received.partition(b"\r\n\r\n")[2]).count(b"id: %d\n" % last):
+        received += line.recv(65536)
+    return re.findall(rb"id: \d+\nevent: \w+\ndata: [^\n]*\n\n", frames)
+
+
+def test_a_viewer_who_reads_nothing_keeps_no_other_one_waiting() -> None:
+    asked = b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(Stepping(), feed=Hurried) as viewer, contextlib.ExitStack() as stack:
+        slow, *others = [stack.enter_context(viewer.raw()) for _ in range(12)]
+        for line in (slow, *others):
+            line.sendall(asked)
+        seen = [frames_of(line, 30) for line in others]
+        assert all(len(frames) > 5 for frames in seen)
+        # All got the very same changes, whenever they came.
+        by_version: dict[bytes, set[bytes]] = {}
+        for frame in (frame for frames in seen for frame in frames if b"event: change" in frame):
+            by_version.setdefault(frame.partition(b"\n")[0], set()).add(frame)
+        assert by_version
+        assert {len(same) for same in by_version.values()} == {1}

@@ -230,7 +230,11 @@
       const x = LEFT + (column - view.column0) / columns * w;
       if (x < LEFT - 1 || x > LEFT + w) continue;
       g.beginPath(); g.moveTo(x - 4, TOP - 7); g.lineTo(x + 4, TOP - 7); g.lineTo(x, TOP - 1); g.fill();
-      if (x - last > 30) { g.fillText(`#${one.number}`, x, 5); last = x; }
+      if (x - last > 30) {
+        g.textAlign = x > LEFT + w - 20 ? "right" : "center";
+        g.fillText(`#${one.number}`, x, 5);
+        last = x;
+      }
       g.setLineDash([3, 3]);
       g.beginPath(); g.moveTo(x, TOP); g.lineTo(x, TOP + h); g.stroke();
       g.setLineDash([]);

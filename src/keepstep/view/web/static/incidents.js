@@ -40,11 +40,13 @@
   function draw() {
     const all = [...(K.state.incidents || [])].reverse(), total = K.state.job?.incidents ?? all.length;
     if (!all.length) {
-      caption.textContent = "None so far.";
+      caption.textContent = K.state.job?.end ? "None." : "None so far.";
       for (const one of [bar, drawing, details]) one.replaceChildren();
       tells.textContent = "";
+      tells.hidden = true;
       return;
     }
+    tells.hidden = false;
     if (K.chosen === null || !K.incident(K.chosen)) K.chosen = K.state.words?.incident ?? all[0].number;
     const pages = Math.ceil(all.length / MOST);
     page = Math.min(page, pages - 1);

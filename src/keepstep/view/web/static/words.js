@@ -8,17 +8,20 @@
   let shown = "";
 
   function rows(words) {
-    const listed = [["What", words.what], ["Who", words.who], ["Since", words.since], ["Done", words.done],
+    const listed = [["What", words.what], ["Who", words.who], ["Since", words.since], ["Done, next", words.done],
       ["Do", words.advice], ["Note", words.notes], ["Also", words.others]];
     return listed.filter(([, texts]) => texts && texts.length).map(([label, texts]) => [
       el("dt", null, label),
       el("dd", { class: label === "Do" ? "do" : null }, label === "Do" ?
         el("ol", null, texts.map((step) => el("li", null, advice(step)))) :
-        texts.map((text) => el("p", null, line(text)))),
+        texts.map((text) => el("p", null, marked(text)))),
     ]);
   }
   const advice = (step) => step.command ?
-    [step.text ? [line(step.text), ": "] : "", el("code", { tabindex: 0 }, line(step.command))] : line(step.text);
+    [step.text ? [marked(step.text), ": "] : "", el("code", { tabindex: 0 }, line(step.command))] : marked(step.text);
+  // What stands between backticks is to be typed.
+  const marked = (text) => line(text).split("`").map((part, at, all) =>
+    at % 2 && at < all.length - 1 ? el("code", null, part) : at % 2 ? "`" + part : part);
 
   function draw() {
     const words = K.state.words;
