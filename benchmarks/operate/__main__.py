@@ -69,7 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("slurm", "kubernetes", "page", "hanging", "metrics"), default="slurm")
+    parser.add_argument(
+        "--part", choices=("slurm", "kubernetes", "page", "hanging", "metrics"), default="slurm"
+    )
     parser.add_argument("--seeds", default="0-119")
     parser.add_argument("--out", type=Path, help="benchmarks/results/operate-PART")
     parser.add_argument("--summary", action="store_true", help="only sum up the seeds that are there")

@@ -51,6 +51,10 @@ def main(argv: Sequence[str]) -> int:
         return _listen(given, source)
 
 
+def _stop(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)  # not at once: who is told is let go on the way out
+
+
 def _given(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("serve", _ABOUT)
     parser.add_run()
@@ -83,11 +87,7 @@ def _test(given: argparse.Namespace) -> int:
 
 def _only_tell(given: argparse.Namespace) -> int:
     """Tell of the run until its job has ended."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt  # who is told is let go on the way out
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, _stop)
     with contextlib.closing(open_source(given.run)) as source:
         source.refresh()  # what is wrong with the run is said before anybody is told
         telling = starting.start(given.notify, given.run, open_run(given.run).path, os.environ)
@@ -122,6 +122,7 @@ def _listen(given: argparse.Namespace, source: RunSource) -> int:
             on_snapshot = (telling,)
         feed = Feed(source, given.run, on_snapshot=on_snapshot, always=bool(on_snapshot))
         served = Served(feed, access, folder, metrics_of_this_install(), tls)
+        signal.signal(signal.SIGTERM, _stop)
         _say_where(given, address, bound, served)
         asyncio.run(_serve(served, bound))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,24 @@ def test_without_a_page_it_tells_until_the_job_has_ended(run: Path, tmp_path: Pa
     assert [json.loads(one.body)["what"] for one in server.requests] == ["opened", "over", "died"]
     assert (output, process.returncode) == ("", 0)
     assert SECRET not in shown
+
+
+def test_the_page_and_who_is_told(run: Path, tmp_path: Path) -> None:
+    """A receiver that hangs does not keep the server from its end."""
+    with web("hang") as server:
+        command = [sys.executable, "-m", "keepstep.cli", "serve", str(run), "--listen", "127.0.0.1:0"]
+        command += ["--notify", str(notify_file(tmp_path, server))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            wait_for(server, 1)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert SECRET not in output
+    assert output.count("\n") == 1, "where it listens, and nothing else"
 
 
 def wait_for(server: Web, count: int) -> None:

@@ -268,10 +268,10 @@ class _Reader:
                 if (value := getattr(table, name)) is not None:
                     wishes[name] = value
         rules = msgspec.convert(wishes, Rules)
-        times_s = (rules.per_hour, rules.flapping_window_s, rules.silent_after_s)
-        if rules.at_once < 1 or rules.flapping_times < 2 or not all(value >= 0 for value in times_s):
+        is_possible = rules.per_hour >= 0 and rules.flapping_window_s >= 0 and rules.silent_after_s >= 10
+        if rules.at_once < 1 or rules.flapping_times < 2 or not is_possible:
             raise self._wrong(
-                where, "at_once is at least 1, flapping_times at least 2, and no time is negative"
+                where, "at_once is at least 1, flapping_times 2, silent_after_s 10, and nothing is negative"
             )
         if rules.page_url:
             address_of(rules.page_url, f"{self._path}: page_url")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from keepstep.view.notify.tracker_process import COMMAND, TrackerProcess
 from keepstep.view.snapshot import RunSnapshot
 from keepstep.view.source import RunSource
 
-_CLOSE_S = 5.0
+_CLOSE_S = 8.0
 _TRACKER_TEST_S = 90.0
 _LAST_S = 600.0  # for what is told last, tries that fail included
 _LOOK_S, _LARGE_LOOK_S = 1.0, 5.0  # between two looks, and at a job of more than so many ranks
@@ -63,9 +64,11 @@ class Telling:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End within about ``timeout_s`` seconds, however many hang."""
-        until_s = time.monotonic() + timeout_s
-        for one in self._receivers:
-            one.close(max(until_s - time.monotonic(), 0.1))
+        closing = [threading.Thread(target=one.close, args=(timeout_s,)) for one in self._receivers]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

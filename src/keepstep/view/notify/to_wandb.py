@@ -63,8 +63,14 @@ class WandbTracker:
             {"keepstep/step": max(notice.job.newest_step, self._step), "keepstep/notice": notice.title}
         )
         self._run.summary["keepstep/last_notice"] = notice.title
-        self._run.alert(notice.title, "\n".join(text_lines(notice)), level=self._levels[notice.severity])
+        title, text = (_unmarked(part) for part in (notice.title, "\n".join(text_lines(notice))))
+        self._run.alert(title, text, level=self._levels[notice.severity])
 
     def close(self) -> None:
         """Write and upload what is left."""
         self._run.finish()
+
+
+def _unmarked(text: str) -> str:
+    """The text without the brackets by which Slack, where W&B sends alerts, would mention somebody."""
+    return text.replace("<", "‹").replace(">", "›")

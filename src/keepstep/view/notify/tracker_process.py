@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import msgspec
 
+from keepstep.detect.secrets import blanked
 from keepstep.view.notify.notice import plain
 from keepstep.view.notify.private import redacted
 from keepstep.view.notify.receiver import Say
@@ -71,8 +72,8 @@ class TrackerProcess:
 
     def pump(self, timeout_s: float = _LOOK_S) -> None:
         """Send what fits, take the answers, look after the process; returns after ``timeout_s`` seconds at most."""
-        if self.is_given_up:
-            time.sleep(min(timeout_s, _LOOK_S))
+        if self._child is None and not self.waits:  # nothing to record yet, or given up
+            time.sleep(timeout_s)
             return
         if self._child is None:
             self._start()
@@ -210,7 +211,7 @@ class TrackerProcess:
 
     def _say(self, text: str) -> None:
         """Tell a line, each once."""
-        line = plain(redacted(text, self._secrets), 400)
+        line = plain(blanked(redacted(text, self._secrets)), 400)
         if line not in self._said and len(self._said) < 100:
             self._said.add(line)
             self._plain_say(f"notify {self._options.kind}: {line}")

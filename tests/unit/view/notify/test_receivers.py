@@ -92,7 +92,8 @@ def test_all_kinds_of_receivers(tmp_path: Path) -> None:
         ("[webhook.a]\nurl_env = 'HOOK'\nleast_severity = 'loud'\n", "Invalid enum value 'loud'"),
         ("[webhook.a]\nurl_env = 'HOOK'\ntimeout_s = 0\n", "timeout_s is between 0.1 and 300"),
         ("[webhook.a]\nurl_env = 'HOOK'\nat_once = 0\n", "at_once is at least 1"),
-        ("[webhook.a]\nurl_env = 'HOOK'\nper_hour = -1\n", "no time is negative"),
+        ("[webhook.a]\nurl_env = 'HOOK'\nsilent_after_s = 0\n", "silent_after_s 10"),
+        ("[webhook.a]\nurl_env = 'HOOK'\nper_hour = -1\n", "nothing is negative"),
         (
             "page_url = 'https://x/#token'\n[webhook.a]\nurl_env = 'HOOK'\n",
             "page_url must not hold the token",

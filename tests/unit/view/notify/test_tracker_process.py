@@ -145,3 +145,11 @@ def test_a_point_for_each_step_and_change() -> None:
         (30, 1),
         (31, 1),
     ]
+
+
+def test_no_process_is_begun_before_there_is_something_to_record(tmp_path: Path) -> None:
+    """A server that another one's lock keeps from telling makes no run in a tracker."""
+    one = process(tmp_path / "got", "good", [])
+    one.pump(0.0)
+    one.close(1.0)
+    assert not (tmp_path / "got.begun").exists()
