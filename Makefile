@@ -180,6 +180,7 @@ soak: $(DEV)
 	$(BIN)/python -m benchmarks.corrupt --case all
 	$(BIN)/python -m benchmarks.operate --part slurm --seeds 0-119
 	$(BIN)/python -m benchmarks.operate --part kubernetes --seeds 0-79
+	$(BIN)/python -m benchmarks.operate --part metrics
 	$(BIN)/python -m benchmarks.operate.kube_api_faults
 	$(BIN)/python -m benchmarks.corrupt.without_training --json benchmarks/results/corrupt/without-training.json
 	$(BIN)/python -m benchmarks.recovery.soak --json benchmarks/results/recovery-soak.json

@@ -43,8 +43,10 @@ def job(run: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
 @contextlib.contextmanager
 def page_of(run: Path, port: int = 8643) -> Iterator[str]:
     """The address of the run's page."""
-    command = [sys.executable, "-m", "keepstep.cli", "serve", str(run), "--listen", f"127.0.0.1:{port}"]
-    serving = subprocess.Popen(command)
+    command = [sys.executable, "-m", "keepstep.cli", "serve", run.name, "--listen", f"127.0.0.1:{port}"]
+    serving = subprocess.Popen(
+        command, cwd=run.parents[1]
+    )  # by name: no path of this machine is in the picture
     try:
         yield f"http://127.0.0.1:{port}/"
     finally:
@@ -144,7 +146,9 @@ def hang(run: Path, out: Path) -> None:
 
 
 def recovered(run: Path, out: Path) -> None:
-    words = ["--max-restarts", "3", RECOVER, "100000", str(run.parent / "losses")]
+    losses = run.parents[1] / "losses"
+    losses.mkdir()
+    words = ["--max-restarts", "3", RECOVER, "100000", str(losses)]
     with job(run, *words) as running, page_of_later(run) as url:
         until(lambda: newest_step(run) > 50)
         os.kill(worker_of(running.pid, rank=2), signal.SIGKILL)
@@ -191,18 +195,31 @@ def exchange(run: Path, out: Path) -> None:
                 "29555",
             ]
             words += ["--nproc-per-node", "1", "--max-restarts", "1", "--standbys", "0", "--no-validate"]
-            script = [str(ROOT / "tests/e2e/exchange_train.py"), str(run.parent), "100000"]
+            script = [str(ROOT / "tests/e2e/exchange_train.py"), str(run.parents[1]), "100000"]
             host.start([*keepstep, "run", "--run-dir", str(run), *words, *script], {"OMP_NUM_THREADS": "1"})
-        losses = run.parent / "losses-0"
+        losses = run.parents[1] / "losses-0"
         until(lambda: losses.exists() and losses.read_text().count("\n") > 100)
         with bed.links.inject(SlowLink("node-a", "node-c", "20mbit")):
             until(lambda: json.loads((run / "status.json").read_bytes()).get("incarnation") == 1)
             begun = losses.read_text().count("\n")
             until(lambda: losses.read_text().count("\n") > begun + 40)
-            page = run.parent / "page.html"
-            writing = hosts[0].start([*keepstep, "report", str(run), "--html", str(page)], {})
+            page = run.parents[1] / "page.html"
+            writing = hosts[0].start(
+                [
+                    "sh",
+                    "-c",
+                    'cd "$0" && exec "$@"',
+                    str(run.parents[1]),
+                    *keepstep,
+                    "report",
+                    run.name,
+                    "--html",
+                    str(page),
+                ],
+                {},
+            )
             print(*writing.communicate(timeout=60))
-        (run.parent / "enough").touch()
+        (run.parents[1] / "enough").touch()
         shoot(page.as_uri(), out)
 
 
@@ -227,8 +244,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs and servers are ended on the way out
     for name in given.names:
         top = given.keep / name if given.keep else Path(tempfile.mkdtemp(prefix="keepstep-picture-"))
-        top.mkdir(parents=True, exist_ok=True)
-        PICTURES[name](top / "run", given.out / f"{name}.webp")
+        (top / "runs").mkdir(parents=True, exist_ok=True)
+        PICTURES[name](top / "runs" / name, given.out.resolve() / f"{name}.webp")
         print(f"{name}: {top}")
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.operate.fake_runs DIR --kind slow [--ranks 64 --steps 400 --live 60]
 
 Files are written by keepstep's own types; their times are drawn, and the incidents are made up after real ones. With
-``--live S`` the run goes on for S seconds, a step a second.
+``--live S`` the run goes on for S seconds, a step each second or ``--every`` so many.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepstep.core.process_mark import process_mark
 from keepstep.report.incidents import incident_to_json
 from keepstep.report.verdict import render
 from keepstep.traces.runs import RANKS_FILE
-from keepstep.wire.messages import RankBeat
+from keepstep.wire.messages import PathRate, RankBeat
 
 Kind = Literal["healthy", "slow", "hang", "recovered", "exchange", "ended", "failed", "silent"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -111,6 +111,8 @@ class FakeRun:
         if found is not None:
             self.add_incident(found)
         self.write_status()
+        if self.nodes <= _FEW_NODES:
+            self.write_links()
         if self.kind in ("ended", "failed"):
             code = int(self.kind == "failed")
             self._write(
@@ -207,13 +209,40 @@ class FakeRun:
             self._replace(RANKS_FILE, msgspec.msgpack.encode(list(enumerate(rows))))
         self._replace("status.json", msgspec.json.encode(status))
 
+    def write_links(self) -> None:
+        """Write what nodes lately sent each other: everything goes round a ring, at a gigabyte a second."""
+        for node in range(self.nodes):
+            others = sorted({(node + 1) % self.nodes, (node - 1) % self.nodes} - {node})
+            paths = [
+                PathRate(
+                    _address(node),
+                    _address(other),
+                    "TCP",
+                    1e9,
+                    1.0 if not self._is_slow(node, other) else 2.4,
+                    1e9,
+                )
+                for other in others
+            ]
+            self._replace(
+                f"nodes/{node}/links.json", msgspec.json.encode({"unix_s": self.now, "paths": paths})
+            )
+
+    def _is_slow(self, node: int, other: int) -> bool:
+        ends = sorted((self.culprit // self.per_node, min(self.culprit // self.per_node + 1, self.nodes - 1)))
+        return self.kind == "exchange" and sorted((node, other)) == ends
+
     def _write(self, name: str, content: dict[str, object]) -> None:
         self._replace(name, json.dumps(content).encode())
 
     def _replace(self, name: str, content: bytes) -> None:
-        draft = self.folder / f".{name}.draft"
+        draft = self.folder / f"{name}.draft"
         draft.write_bytes(content)
         draft.rename(self.folder / name)
+
+
+def _address(node: int) -> str:
+    return f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
 
 
 def incident_of(run: FakeRun, number: int = 1) -> Incident | None:
@@ -286,6 +315,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--layout", default="", help="such as tp2-dp8-pp4")
     parser.add_argument("--live", type=int, default=0, metavar="SECONDS")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="time between two steps")
     given = parser.parse_args()
     kinds = KINDS if given.kind == "all" else (given.kind,)
     runs = [
@@ -293,8 +323,8 @@ def main() -> None:
                  layout=given.layout)
         for kind in kinds
     ]  # fmt: skip
-    for _ in range(given.live):
-        time.sleep(1.0)
+    for _ in range(int(given.live / given.every)):
+        time.sleep(given.every)
         for run in runs:
             if run.kind not in ("ended", "failed", "silent"):
                 run.go_on()

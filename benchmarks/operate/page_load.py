@@ -1,6 +1,6 @@
 """What those who look at a job of 131,072 ranks cost its controller.
 
-    python -m benchmarks.operate --part page
+    python -m benchmarks.operate.page_load
 
 The controller is the shipped program against the stand-in agents of ``benchmarks.controller``: 16,384 nodes with a
 heartbeat of 8 ranks a second each, on loopback. Its CPU time is taken while nobody looks and while a viewer, a process

@@ -128,9 +128,44 @@ def test_rows_are_in_the_layouts_order_whatever_the_ranks_are(text: str) -> None
     places = [(one["pp"], one["dp"], one["ep"], one["cp"], one["tp"]) for one in at]
     assert places == sorted(places)
     assert order.peers.tolist() == [one["pp"] for one in at]
-    store = SampleStore()
-    give(store, [(rank, 0, 0.1, 1.0) for rank in range(12)], 0)
-    give(store, [(rank, 1, 0.1 * (1 + (rank == 7)), 1.0) for rank in range(12)], 0)
-    for against in ("own", "peers"):
-        tile = store.tile(order=order, against=against)
-        assert np.argwhere(tile.colours > 130).tolist() == [[order.ranks.tolist().index(7), 1]]
+    for early in (False, True):
+        store = SampleStore()
+        if early:
+            store.arrange(order)
+        give(store, [(rank, 0, 0.1, 1.0) for rank in range(12)], 0)
+        give(store, [(rank, 1, 0.1 * (1 + (rank == 7)), 1.0) for rank in range(12)], 0)
+        store.arrange(order)
+        row = order.ranks.tolist().index(7)
+        for against in ("own", "peers"):
+            assert np.argwhere(store.tile(against=against).colours > 130).tolist() == [[row, 1]]
+            found = store.slowest((0, 12), 1, against=against)
+            assert found is not None
+            assert found[0] == 7
+        assert store.of_rank(7).tolist() == pytest.approx([0.1, 0.2], rel=1e-3)
+
+
+@given(
+    reports,
+    st.lists(st.sampled_from([None, "pp2-tp3", "tp3-pp2", "dp4", "pp2-dp2"]), min_size=1),
+    st.integers(2, 9),
+)
+@settings(max_examples=many(100), deadline=None)
+def test_rows_may_be_arranged_anew_at_any_time(reports, layouts, most_columns) -> None:
+    """The same rank has the same colour against itself whatever row it is in."""
+    store, plain = SampleStore(most_columns), SampleStore(most_columns)
+    for place, (rows, incarnation) in enumerate(reports):
+        text = layouts[place % len(layouts)]
+        if text is not None:
+            layout = ParallelLayout.declared(text)
+            store.arrange(row_order(layout.world_size, layout))
+        give(store, rows, incarnation)
+        give(plain, rows, incarnation)
+        tile, expected = store.tile(), plain.tile().colours
+        for row, rank in enumerate(tile.order.ranks.tolist()):
+            if rank < plain.ranks:
+                assert tile.colours[row].tolist() == expected[rank].tolist()
+            else:
+                assert not tile.colours[row].any()
+        for rank in range(RANKS):
+            assert np.array_equal(store.of_rank(rank), plain.of_rank(rank), equal_nan=True)
+        assert np.array_equal(store.usual_s(), plain.usual_s())

@@ -23,7 +23,7 @@ class ForViewers:
 
     def __init__(self, network: NetworkSensors, kept: Callable[[], KeptSteps], folder: Path) -> None:
         self._network, self._kept, self._folder = network, kept, folder
-        self._told: KeptSteps | None = None
+        self._told: KeptSteps | None = None  # by this connection
         self._is_written = True
 
     def again(self) -> None:
@@ -35,7 +35,7 @@ class ForViewers:
         paths, kept = self._network.lately(beat.sent_s), self._kept()
         if paths:
             self._write(paths)
-        if not paths and kept == (self._told or KeptSteps()):
+        if not paths and kept == self._told:
             return beat
         self._told = kept
         return msgspec.structs.replace(beat, paths=paths, kept=kept)

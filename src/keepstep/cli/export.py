@@ -92,4 +92,4 @@ def _moments(incident: Incident) -> Iterator[tuple[str, float | None, str]]:
     for action in incident.actions:
         yield "action", action.begun_unix_s, done(action)
     if incident.status != "open":
-        yield "relief", incident.closed_unix_s, ""
+        yield "relief" if incident.status == "relieved" else "end", incident.closed_unix_s, ""

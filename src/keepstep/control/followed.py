@@ -59,9 +59,7 @@ class Window:
             size += len(nodes[-1]) + len(rows) + len(paths)
             if size > _MOST_BYTES:
                 break
-        status = b""
-        if question.first_node == 0:
-            status = _encode(job_status(self.controller, now_s, unix_s, self.counters()))
+        status = self._of_job(now_s, unix_s) if question.first_node == 0 else b""
         version, incidents = self._incidents(question)
         return Followed(
             unix_s,
@@ -76,6 +74,13 @@ class Window:
             incidents,
             more_incidents=version < self.controller.cases.desk.register.version,
         )
+
+    def _of_job(self, now_s: float, unix_s: float) -> bytes:
+        status = job_status(self.controller, now_s, unix_s, self.counters())
+        encoded = _encode(status)
+        if len(encoded) > _MOST_BYTES:  # thousands of nodes have much to say about themselves
+            encoded = _encode(msgspec.structs.replace(status, checks={}))
+        return encoded
 
     def _paths(self, node: Node) -> bytes:
         few = len(self.controller.cluster.nodes) <= _FEW_NODES

@@ -14,6 +14,7 @@ logger = logging.getLogger("keepstep.control")
 
 _REFUSAL = f"{MOST_VIEWERS} viewers look at this job, and no more may: close one of them"
 _SHARE = 0.025  # of a core that answers take at most, those of all viewers together
+_SAVED_S = 5.0  # the share of so many seconds may be used at once, as for all pages of a large job
 _UNREAD_S = 30.0  # time after which a viewer has to have read its answer
 
 Answer = Callable[[wire.Message], wire.Message]
@@ -22,8 +23,8 @@ Answer = Callable[[wire.Message], wire.Message]
 class Viewers:
     """The viewers of a job. They are no peers of the controller's core: what they send cannot reach it.
 
-    Each has one question at a time, which is answered when it is its turn: after an answer all wait for so long that
-    answers take 2.5 % of a core.
+    Each has one question at a time, which is answered when it is its turn and the answers have not taken more than
+    2.5 % of a core. What nobody used of that in the last five seconds may be used at once.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Viewers:
         except Exception:
             logger.exception("a viewer's question is not answered")
             viewer.close("an error of keepstep itself")
-        self._free_s = self._clock() + (self._spent() - before_s) / _SHARE
+        self._free_s = max(self._free_s, self._clock() - _SAVED_S) + (self._spent() - before_s) / _SHARE
         answers = self._viewers[viewer.number] = self._viewers[viewer.number] + 1
         if viewer.unsent_bytes:
             self._later(_UNREAD_S, lambda: self._give_up(viewer, answers))

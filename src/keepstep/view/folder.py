@@ -24,7 +24,7 @@ from keepstep.view.link_table import links_between
 from keepstep.view.node_files import NodeFiles
 from keepstep.view.samples import MOST_RANKS, SampleStore
 from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
-from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, read_status, status_from
+from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, read_status
 from keepstep.view.step_files import Iterations, joined
 from keepstep.view.tiles import row_order
 
@@ -87,6 +87,14 @@ class ChangingFile:
         self.trouble = f"{self._path}: not what keepstep writes ({why}); the file was cut or edited"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What the run's controller has answered, and the status in it."""
+
+    view: LiveView
+    status: StatusRows
+
+
 @dataclass(slots=True)
 class _Known:
     """What was read last, and stays where a later file cannot be read."""
@@ -126,6 +134,7 @@ class FolderSource:
         self._read_iterations: list[Iterations] = []  # in this look
         self._nodes = NodeFiles(path / "nodes", self._read_iterations.append, clock)
         self._known = _Known({})
+        self._told: Told | None = None
         self._changed_s: float | None = None  # when the status was seen to change
         self._first_s = clock()
         self._next_status_s = self._next_nodes_s = 0.0
@@ -136,26 +145,27 @@ class FolderSource:
         """Whether all that is there has been looked at once: before, samples and incidents are still read."""
         return self._nodes.rounds > 0 and self._incidents.is_whole
 
-    @property
     def has_ended(self) -> bool:
-        """Whether the folder says that the run has ended."""
+        """Whether the folder says by now that the run has ended."""
+        self._read_small_files()
         return self._known.end is not None
 
-    def refresh(self, live: LiveView | None = None) -> RunSnapshot:
+    def refresh(self, told: Told | None = None) -> RunSnapshot:
         """Look again. What cannot be read is told in ``troubles`` of the snapshot, and the rest is shown.
 
-        ``live``: what the run's controller has just answered; the status in the folder is not read then.
+        ``told``: what the run's controller has answered last; the status in the folder is not read then.
         """
         self._read_small_files()
-        if live is None:
+        if told is None:
             self._read_status()
-        else:
-            self._take_live(live)
+        elif told is not self._told:
+            self._take_told(told)
+        self._told = told
         self._incidents.look(_INCIDENTS_S)
         self._nodes.look(_LOOK_S if self._nodes.rounds else _HISTORY_S)
         self._take_iterations()
         self._arrange()
-        self._view_nodes(live)
+        self._view_nodes(told)
         return self._snapshot()
 
     def read_all(self) -> RunSnapshot:
@@ -181,7 +191,7 @@ class FolderSource:
         now_s = self._times.monotonic()
         if now_s < self._next_status_s:
             return
-        began_s = time.process_time()
+        began_s = time.thread_time()
         file, rows = self._files["status.json"], self._files[RANKS_FILE]
         content = file.news()
         if content is None:
@@ -202,14 +212,14 @@ class FolderSource:
                 rows.is_unreadable(error)
         if ranks is not None:
             self._take_ranks(ranks)
-        self._next_status_s = now_s + pause_s(time.process_time() - began_s)
+        self._next_status_s = now_s + pause_s(time.thread_time() - began_s)
 
-    def _take_live(self, live: LiveView) -> None:
-        self._known.status = status_from(live.status)
-        self._known.layout = live.layout or self._known.layout
+    def _take_told(self, told: Told) -> None:
+        self._known.status = told.status
+        self._known.layout = told.view.layout or self._known.layout
         self._changed_s = self._times.monotonic()
-        self._incidents.take(live.incidents)
-        self._take_ranks(live.ranks)
+        self._incidents.take(told.view.incidents)
+        self._take_ranks(told.view.ranks)
 
     def _take_ranks(self, ranks: RankTable) -> None:
         status = self._known.status
@@ -235,24 +245,24 @@ class FolderSource:
         if 0 < (world_size := self._world_size()) <= MOST_RANKS:
             self.samples.arrange(row_order(world_size, self._known.layout))
 
-    def _view_nodes(self, live: LiveView | None) -> None:
+    def _view_nodes(self, told: Told | None) -> None:
         """Make the views of nodes and links anew where they have changed; of many nodes not at each look."""
         known, now_s = self._known, self._times.monotonic()
-        if live is not None:
-            known.links = live.links
+        if told is not None:
+            known.links = told.view.links
         status, shown = known.status, (known.status, self._nodes.version)
         if status is None or shown == self._shown or now_s < self._next_nodes_s:
             return
-        began_s = time.process_time()
+        began_s = time.thread_time()
         folders = self._nodes.nodes
         known.nodes = tuple(
             node_view(row, status, folder.checkpoints if (folder := folders.get(row.node_rank)) else None)
             for row in status.nodes
         )
-        if live is None:
+        if told is None:
             known.links = links_between(self._nodes.paths(), known.ranks)
         self._shown = shown
-        self._next_nodes_s = now_s + pause_s(time.process_time() - began_s)
+        self._next_nodes_s = now_s + pause_s(time.thread_time() - began_s)
 
     def _snapshot(self) -> RunSnapshot:
         known, about = self._known, self._known.about

@@ -60,7 +60,7 @@ class LiveView:
 
 @dataclass(slots=True)
 class Gathered:
-    """The answers to one round of questions, as far as they have come. Raises MsgspecError where one makes no sense."""
+    """The answers to one round of questions, as far as they have come."""
 
     status: dict[str, Any] = field(default_factory=dict[str, Any])
     nodes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -72,7 +72,7 @@ class Gathered:
     layout: str = ""
 
     def take(self, answer: wire.Followed) -> None:
-        """Add one answer."""
+        """Add one answer. Raises MsgspecError, UnicodeDecodeError or RunError where it makes no sense."""
         if answer.status:
             self.status = _STATUS.decode(answer.status)
         self.nodes += _NODES.decode(answer.nodes)
@@ -144,7 +144,7 @@ class Follower:
             answer = self._answer(wire.Follow(first, *known, with_links))
             try:
                 gathered.take(answer)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise Violation("malformed", f"an answer that makes no sense: {error}") from error
             if 0 <= answer.next_node <= first:
                 raise Violation("malformed", "an answer that repeats its rows")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,21 +22,12 @@ class _File(msgspec.Struct):
     paths: tuple[PathRate, ...] = ()
 
 
-def read_paths(run: Path, troubles: list[str]) -> Paths:
-    """What the agents last wrote to ``nodes/*/links.json``; ``troubles`` gets a line for each that is unreadable."""
-    found: dict[int, Sequence[PathRate]] = {}
-    for path in sorted(run.glob(f"nodes/*/{PATHS_FILE}")):
-        if not re.fullmatch(r"\d{1,7}", path.parent.name, re.ASCII):
-            continue
-        try:
-            content = msgspec.json.decode(read_regular(path, _MOST_BYTES), type=_File)
-        except OSError as error:
-            troubles.append(f"{path}: cannot be read: {error.strerror}")
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            troubles.append(f"{path}: tells of no links: {error}")
-        else:
-            found[int(path.parent.name)] = content.paths
-    return found
+def read_paths(path: Path) -> tuple[PathRate, ...]:
+    """What an agent last wrote to ``nodes/N/links.json``.
+
+    Raises OSError where it cannot be read, and msgspec.MsgspecError or UnicodeDecodeError where it tells of no links.
+    """
+    return msgspec.json.decode(read_regular(path, _MOST_BYTES), type=_File).paths
 
 
 def links_between(paths: Paths, ranks: RankTable | None) -> tuple[LinkRate, ...]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
+
+import msgspec
 
 from keepstep.core.errors import KeepstepError
 from keepstep.traces import Run
-from keepstep.view.folder import FolderSource, Times, pause_s
-from keepstep.view.follower import Follower, LiveView
+from keepstep.view.folder import FolderSource, Times, Told, pause_s
+from keepstep.view.follower import Follower
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.status_rows import status_from
 
 _PATIENCE_S = 5.0
 _AGAIN_S = 5.0  # after the controller could not be asked
@@ -25,7 +27,7 @@ class LiveSource:
         self._folder = FolderSource(run, self._times)
         self._follower = Follower(run, _PATIENCE_S)
         self._next_s = 0.0
-        self._last: LiveView | None = None
+        self._last: Told | None = None
         self._trouble = ""
 
     @property
@@ -45,30 +47,27 @@ class LiveSource:
 
     def read_all(self) -> RunSnapshot:
         """Look until all that is there was read once."""
-        return _until_whole(self.refresh, lambda: self.is_whole)
+        snapshot = self.refresh()
+        while not self.is_whole:
+            snapshot = self.refresh()
+        return snapshot
 
     def close(self) -> None:
         """Close the connection to the controller."""
         self._follower.close()
 
-    def _asked(self) -> LiveView | None:
+    def _asked(self) -> Told | None:
         now_s = self._times.monotonic()
-        if self._folder.has_ended:
+        if self._folder.has_ended():
             self._last, self._trouble = None, ""
             self._follower.close()
         elif now_s >= self._next_s:
-            began_s = time.process_time()
+            began_s = time.thread_time()
             try:
-                self._last, self._trouble = self._follower.ask(), ""
-                self._next_s = now_s + pause_s(time.process_time() - began_s)
-            except KeepstepError as error:
+                view = self._follower.ask()
+                self._last, self._trouble = Told(view, status_from(view.status)), ""
+                self._next_s = now_s + pause_s(time.thread_time() - began_s)
+            except (KeepstepError, msgspec.MsgspecError) as error:
                 self._last, self._next_s = None, now_s + _AGAIN_S
                 self._trouble = f"the folder's status is shown: {error}"
         return self._last
-
-
-def _until_whole(refresh: Callable[[], RunSnapshot], is_whole: Callable[[], bool]) -> RunSnapshot:
-    snapshot = refresh()
-    while not is_whole():
-        snapshot = refresh()
-    return snapshot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -30,6 +30,7 @@ class MetricRows:
     def __init__(self, run: str) -> None:
         self._run = label_value(run)
         self._families: dict[str, Metric] = {}
+        self._add: dict[str, Callable[[list[str], float], None]] = {}
 
     def put(self, name: str, value: float, *labels: str) -> None:
         """One value; ``labels`` in the table's order, without the run. Values that are no numbers are left out."""
@@ -40,12 +41,11 @@ class MetricRows:
         if metric.has_run:
             values.insert(0, self._run)
         assert len(values) == len(metric.label_names), name
-        family = self._families.get(name)
-        if family is None:
+        if name not in self._add:
             kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
             family = kinds[metric.kind](name, metric.meaning, labels=metric.label_names)
-            self._families[name] = family
-        family.add_metric(values, value)
+            self._families[name], self._add[name] = family, family.add_metric
+        self._add[name](values, value)
 
     def put_histogram(self, name: str, bounds: tuple[float, ...], values: list[float]) -> None:
         """The histogram of all ``values`` so far."""

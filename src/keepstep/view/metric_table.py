@@ -38,6 +38,7 @@ class Section:
 
     title: str
     metrics: tuple[Metric, ...]
+    about: str = ""
 
 
 def _gauge(name: str, unit: str, meaning: str, *labels: str) -> Metric:
@@ -82,10 +83,12 @@ SECTIONS = (
             _gauge(
                 "iteration_healthy_seconds",
                 "seconds",
-                "The same before the oldest slowdown that is open; without one, the present duration.",
+                "The same before the oldest slowdown that is open; without one, what the best quarter of the run had.",
             ),
             _gauge(
-                "slowdown_ratio", "ratio", "Duration of an iteration over its healthy value; 1 is healthy."
+                "slowdown_ratio",
+                "ratio",
+                "Duration of an iteration over its healthy value; about 1 is healthy.",
             ),
             _counter(
                 "lost_seconds_total",
@@ -263,6 +266,9 @@ SECTIONS = (
                 "gpu",
             ),
         ),
+        f"Of every rank of a job with up to {MOST_RANKS_EACH:,} ranks. Of a larger one: culprits of open incidents, "
+        f"the {MOST_WORST} with the longest own time over their peers' if that is {SLOW_RATIO} times it or more, and "
+        f"the {MOST_WORST} that are furthest behind if that is 2 steps or more.",
     ),
     Section(
         "keepstep itself",

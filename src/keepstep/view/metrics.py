@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from importlib import metadata
 from operator import attrgetter
 
@@ -23,7 +25,7 @@ from keepstep.view.metric_table import (
     RECOVERY_BUCKETS_S,
 )
 from keepstep.view.named_series import NamedSeries
-from keepstep.view.rank_metrics import pace_s, put_ranks, single_ranks
+from keepstep.view.rank_metrics import pace_s, put_ranks, single_ranks, usual_pace_s
 from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import NodeView, RunSnapshot
 
@@ -48,7 +50,8 @@ def exposition(
     memory = SeriesMemory() if memory is None else memory
     began_s = time.perf_counter()
     single = single_ranks(snapshot, memory.ranks, memory.clock())
-    return generate_latest(_Collector(snapshot, memory, began_s)) + single
+    usual_s = math.nan if samples is None else usual_pace_s(samples)
+    return generate_latest(_Collector(snapshot, usual_s, memory, began_s)) + single
 
 
 class SeriesMemory:
@@ -75,24 +78,30 @@ class SeriesMemory:
         return value
 
 
+@cache
+def _version() -> str:
+    return metadata.version("keepstep")
+
+
 class _Collector(Collector):
     """All but the series of single ranks."""
 
-    def __init__(self, snapshot: RunSnapshot, memory: SeriesMemory, began_s: float) -> None:
-        self._snapshot, self._memory, self._began_s = snapshot, memory, began_s
+    def __init__(self, snapshot: RunSnapshot, usual_s: float, memory: SeriesMemory, began_s: float) -> None:
+        self._snapshot, self._usual_s, self._memory, self._began_s = snapshot, usual_s, memory, began_s
 
     def collect(self) -> Iterator[Metric]:
         snapshot, memory = self._snapshot, self._memory
         rows = MetricRows(snapshot.name)
         still_open = snapshot.open_incidents
-        _put_job(rows, snapshot, still_open, memory)
+        _put_job(rows, snapshot, memory)
+        _put_pace(rows, snapshot, still_open, self._usual_s)
         _put_incidents(rows, snapshot.incidents, still_open, memory)
         _put_recoveries(rows, snapshot)
         _put_checkpoints(rows, snapshot)
         _put_nodes(rows, snapshot, memory)
         _put_links(rows, snapshot, memory)
         put_ranks(rows, snapshot.ranks)
-        rows.put("keepstep_build_info", 1, metadata.version("keepstep"))
+        rows.put("keepstep_build_info", 1, _version())
         rows.put("keepstep_snapshot_timestamp_seconds", snapshot.unix_s)
         rows.put("keepstep_snapshot_age_seconds", snapshot.age_s)
         rows.put("keepstep_snapshot_troubles", len(snapshot.troubles))
@@ -101,9 +110,7 @@ class _Collector(Collector):
         yield from rows.families()
 
 
-def _put_job(
-    rows: MetricRows, snapshot: RunSnapshot, still_open: Sequence[Incident], memory: SeriesMemory
-) -> None:
+def _put_job(rows: MetricRows, snapshot: RunSnapshot, memory: SeriesMemory) -> None:
     rows.put("keepstep_run_info", 1, "" if snapshot.layout is None else str(snapshot.layout))
     state = snapshot.state.replace(" ", "_")
     state = state if state in STATES else "unknown"
@@ -121,10 +128,14 @@ def _put_job(
     rows.put("keepstep_job_incarnation", snapshot.incarnation)
     rows.put("keepstep_restarts_total", memory.risen("restarts", "", snapshot.restarts))
     rows.put("keepstep_restarts_max", snapshot.max_restarts)
+
+
+def _put_pace(
+    rows: MetricRows, snapshot: RunSnapshot, still_open: Sequence[Incident], usual_s: float
+) -> None:
     now_s = pace_s(snapshot.ranks)
-    slowed = (one for one in still_open if one.kind == "slow" and one.iteration_before_s)
-    before = next(slowed, None)
-    healthy_s = now_s if before is None else before.iteration_before_s or now_s
+    before_s = (one.iteration_before_s for one in still_open if one.kind == "slow" and one.iteration_before_s)
+    healthy_s = next(before_s, now_s if math.isnan(usual_s) else usual_s)
     rows.put("keepstep_iteration_seconds", now_s)
     rows.put("keepstep_iteration_healthy_seconds", healthy_s)
     rows.put("keepstep_slowdown_ratio", now_s / healthy_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.core.regular_files import read_regular
-from keepstep.view.link_table import PATHS_FILE
+from keepstep.view.link_table import PATHS_FILE, read_paths
 from keepstep.view.status_rows import CheckpointState
 from keepstep.view.step_files import Iterations, SeenFile, StepFiles, files_of_iterations
 from keepstep.wire.messages import PathRate
@@ -23,10 +23,6 @@ _ALL_BYTES = (
 _LEAST_BYTES = 16 << 10
 _MOST_PATHS = 1 << 16
 _MOST_TROUBLES = 3  # nodes whose troubles are told one by one
-
-
-class _Links(msgspec.Struct):
-    paths: tuple[PathRate, ...] = ()
 
 
 @dataclass(slots=True)
@@ -146,7 +142,7 @@ def _read_checkpoints(node: NodeFolder, path: Path) -> None:
 
 
 def _read_links(node: NodeFolder, path: Path) -> None:
-    node.paths = msgspec.json.decode(read_regular(path, _MOST_JSON_BYTES), type=_Links).paths
+    node.paths = read_paths(path)
 
 
 _READERS: dict[str, Callable[[NodeFolder, Path], None]] = {

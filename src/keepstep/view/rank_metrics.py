@@ -9,12 +9,21 @@ import numpy.typing as npt
 
 from keepstep.core.layout import ParallelLayout
 from keepstep.view.metric_rows import MetricRows, escaped, label_value
-from keepstep.view.metric_table import METRICS, MOST_RANKS_EACH, MOST_WORST, PERCENTILES, SLOW_RATIO
+from keepstep.view.metric_table import (
+    METRICS,
+    MOST_INCIDENTS,
+    MOST_RANKS_EACH,
+    MOST_WORST,
+    PERCENTILES,
+    SLOW_RATIO,
+)
 from keepstep.view.named_series import NamedSeries
+from keepstep.view.samples import SampleStore
 from keepstep.view.snapshot import RankTable, RunSnapshot
 
 _Floats = npt.NDArray[np.float32]
 _MOST_STAGES = 256
+_LEAST_COLUMNS = 8  # of samples, before a run has a usual pace
 _SINGLE = (
     "keepstep_rank_own_ratio",
     "keepstep_rank_own_seconds",
@@ -28,6 +37,13 @@ def pace_s(ranks: RankTable | None) -> float:
     return (
         float(np.median(taken)) if ranks is not None and len(taken := _known(ranks.iteration_s)) else np.nan
     )
+
+
+def usual_pace_s(samples: SampleStore) -> float:
+    """Duration of an iteration that three quarters of the run were slower than; NaN while little is known."""
+    taken = samples.series().iteration_s
+    taken = taken[taken > 0]
+    return float(np.percentile(taken, 25)) if len(taken) >= _LEAST_COLUMNS else np.nan
 
 
 def put_ranks(rows: MetricRows, ranks: RankTable | None) -> None:
@@ -55,14 +71,14 @@ def put_ranks(rows: MetricRows, ranks: RankTable | None) -> None:
 def single_ranks(snapshot: RunSnapshot, named: NamedSeries, now_s: float) -> bytes:
     """The series of single ranks as text: of every rank of a small job, of the worst ranks of a large one.
 
-    A text at once, as prometheus-client takes 17 us for each of what may be 16,000 series.
+    A text at once, as prometheus-client takes 17 µs for each of what may be 16,000 series.
     """
     ranks = snapshot.ranks
     if ranks is None or not len(ranks):
         return b""
     lag, ratio = _lag(ranks), own_ratio(snapshot, ranks)
     shows_all = len(ranks) <= MOST_RANKS_EACH
-    chosen = np.arange(len(ranks)) if shows_all else _worst(ratio, lag)
+    chosen = np.arange(len(ranks)) if shows_all else _notable(snapshot, ranks, ratio, lag)
     columns = [one[chosen].tolist() for one in (ranks.rank, ranks.node, ratio, _finite(ranks.self_s), lag)]
     names = {node: label_value(name) for node, name in snapshot.node_names(columns[1]).items()}
     run = escaped(label_value(snapshot.name))
@@ -104,11 +120,18 @@ def own_ratio(snapshot: RunSnapshot, ranks: RankTable) -> _Floats:
     return ratio
 
 
-def _worst(ratio: _Floats, lag: _Floats) -> npt.NDArray[np.int64]:
-    """The ranks with the longest own times, and those that are furthest behind, as far as that is out of the way."""
+def _notable(snapshot: RunSnapshot, ranks: RankTable, ratio: _Floats, lag: _Floats) -> npt.NDArray[np.int64]:
+    """Rows of the ranks with the longest own times, those furthest behind, as far as that is unusual, and culprits."""
     own = np.nan_to_num(ratio, nan=0.0)
     slow, behind = _largest(own), _largest(lag)
-    return np.unique(np.concatenate([slow[own[slow] >= SLOW_RATIO], behind[lag[behind] > 1]]))
+    blamed = [
+        one.rank
+        for incident in snapshot.open_incidents[-MOST_INCIDENTS:]
+        for one in incident.culprits[:MOST_WORST]
+        if one.rank is not None
+    ]
+    culprits = np.flatnonzero(np.isin(ranks.rank, blamed))
+    return np.unique(np.concatenate([slow[own[slow] >= SLOW_RATIO], behind[lag[behind] > 1], culprits]))
 
 
 def _largest(values: _Floats) -> npt.NDArray[np.intp]:

@@ -45,12 +45,25 @@ def rank_table(nodes: Iterable[tuple[int, Sequence[RankBeat]]]) -> RankTable:
     )
     sound = (rank >= 0) & (rank < _MOST_RANKS) & (step >= -1) & (step < _MOST_STEPS)
     sound &= (phase >= -1) & (phase < _MOST_CODE) & (node >= 0) & (node < _MOST_RANKS)
-    if sound.all() and (rank[1:] > rank[:-1]).all():
+    return _in_order(table if sound.all() else _picked(table, np.flatnonzero(sound)))
+
+
+def joined(parts: Sequence[RankTable]) -> RankTable:
+    """Tables of several nodes as one, as `rank_table` makes it of all at once."""
+    if not parts:
+        return rank_table(())
+    names = RankTable.__slots__
+    return _in_order(RankTable(*(np.concatenate([getattr(one, name) for one in parts]) for name in names)))
+
+
+def _in_order(table: RankTable) -> RankTable:
+    """The rows in the order of ranks; of several with one rank the last."""
+    rank = table.rank
+    if (rank[1:] > rank[:-1]).all():
         return table
-    chosen = np.flatnonzero(sound)
-    # The last of those with one rank, which `unique` finds first in the reversed order.
-    _, last = np.unique(rank[chosen][::-1], return_index=True)
-    return _picked(table, chosen[::-1][last])
+    # `unique` finds the first of each, which is the last in the reversed order.
+    _, last = np.unique(rank[::-1], return_index=True)
+    return _picked(table, len(rank) - 1 - last)
 
 
 def _column(beats: Sequence[RankBeat], name: str, kind: type[np.generic]) -> npt.NDArray[Any]:

@@ -102,9 +102,12 @@ def folders_in(folder: Path) -> Iterator[Path]:
 
 def _row(folder: Path, now_s: float) -> RunRow:
     path = str(folder)
-    described = _read(f"{path}/run.json", _Described) or _Described()
+    found = _read(f"{path}/run.json", _Described)
     end = _read(f"{path}/end.json", _End)
     status, written_s = _status(f"{path}/status.json")
+    if found is None and end is None and status is None:
+        raise RunError(f"{path}: no run folder (no run.json in it), or not seen from here, as in a container")
+    described = found or _Described()
     incidents = _incidents(
         f"{path}/incidents", () if end is not None or status is None else status.open_incidents
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from keepstep.view.columns import Column, JobSeries, Steps
 from keepstep.view.tiles import (
     LEAST,
+    OCTAVE,
     Against,
     Codes,
+    Ranks,
     RowOrder,
     RowView,
     Tile,
@@ -30,60 +32,6 @@ _MOST_MARKS = 1000  # beginnings of incarnations that are kept
 _MOST_VIEWS = 16  # pictures whose columns are kept once they are drawn
 
 Floats = npt.NDArray[np.float32]
-Steps = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class JobSeries:
-    """The job's figures by column, for curves. NaN where a column has no sample.
-
-    Attributes:
-        first_steps: first step of each column.
-        steps: how many steps a column stands for.
-        iteration_s: duration of an iteration in seconds: the median over the ranks of each report, mean of the reports.
-        waiting: share of the iterations that ranks waited, mean over ranks.
-        lost: share of the iterations that was longer than the run's usual iteration, which is the fastest quarter's.
-        incarnations: newest incarnation that the column has samples of.
-        start_unix_s: when the first iteration of each column began.
-    """
-
-    first_steps: Steps
-    steps: int
-    iteration_s: npt.NDArray[np.float64]
-    waiting: npt.NDArray[np.float64]
-    lost: npt.NDArray[np.float64]
-    incarnations: Steps
-    start_unix_s: npt.NDArray[np.float64]
-
-
-class _Column:
-    """``stride`` steps: codes of the longest own times by rank, and sums for the job's series."""
-
-    __slots__ = (
-        "codes", "count", "incarnation", "iteration_s", "medians", "own_s", "rank_s", "row", "start_unix_s", "version",
-    )  # fmt: skip
-
-    def __init__(self, row: int, codes: Codes, incarnation: int) -> None:
-        self.row, self.codes = row, codes  # a row of the store's block
-        self.incarnation = incarnation
-        self.version = 0
-        self.count = 0  # samples
-        self.iteration_s = 0.0  # medians of reports, each times its samples
-        self.rank_s = self.own_s = 0.0  # sums over samples: iterations, and own times in them
-        self.start_unix_s = math.inf
-        self.medians: tuple[RowOrder, int, Codes] | None = None  # of peers, and of which version
-
-    def absorb(self, later: _Column) -> None:
-        """Become one with the next column, unless that has only steps which this one's incarnation has not reached."""
-        if later.incarnation < self.incarnation:
-            return
-        np.maximum(self.codes, later.codes, out=self.codes)
-        self.start_unix_s = min(self.start_unix_s, later.start_unix_s)
-        self.incarnation = later.incarnation
-        self.count += later.count
-        self.iteration_s += later.iteration_s
-        self.rank_s += later.rank_s
-        self.own_s += later.own_s
 
 
 class SampleStore:
@@ -100,15 +48,16 @@ class SampleStore:
     what it was while a rank is slow for less than three quarters of the run. It is taken anew whenever the number of
     columns has doubled. A rank that was not there yet is compared with the median of the others' usual times.
 
-    ``order`` is that of the rows, where a picture is asked for without one; `arrange` sets it.
+    Pictures have their rows in the order that `arrange` has set, else in that of the ranks' numbers.
     """
 
     def __init__(self, most_columns: int = 384) -> None:
         self.stride = 1
         self.version = 0  # grows with every change
-        self.order: RowOrder | None = None
+        self._order: RowOrder | None = None
+        self._rows: Ranks | None = None  # the row of each rank, in columns too; None: its number
         self._most = max(most_columns, 2)
-        self._columns: dict[int, _Column] = {}  # by first step // stride
+        self._columns: dict[int, Column] = {}  # by first step // stride
         self._low = self._high = 0  # first and last of them; there may be none between
         self._ranks = 0  # highest rank seen, plus 1
         self._room = 0  # ranks that each column has room for
@@ -143,12 +92,26 @@ class SampleStore:
 
     def arrange(self, order: RowOrder) -> None:
         """Set the order of the rows, once the layout is known, and again when the world size has changed."""
-        if order is not self.order:
-            self.order = order
-            self.version += 1
-            self._base_version = self.version
+        if order is self._order:
+            return
+        self.reserve(len(order))
+        self._widen()
+        self._order = order
+        before = self._rows_of(np.arange(self._room, dtype=np.intp))
+        rows = np.arange(self._room, dtype=np.intp)
+        rows[order.ranks] = np.arange(len(order), dtype=np.intp)
+        self._rows = None if order.is_plain else rows
+        if (before != rows).any():
             for column in self._columns.values():
-                self.medians(column, order)
+                column.codes[rows] = column.codes[before]
+            if len(self._usual):
+                usual = np.empty_like(self.usual(self._room))
+                usual[rows] = self._usual[before]
+                self._usual = usual
+        self.version += 1
+        self._base_version = self.version
+        for column in self._columns.values():
+            self.medians(column, order)
 
     def reserve(self, ranks: int) -> None:
         """Have room for a job of so many ranks, so that the columns need not grow with each of them."""
@@ -192,9 +155,9 @@ class SampleStore:
                 self._fill(number, incarnation, *cut)
         if len(self) >= 2 * self._usual_at:
             self._take_usual()
-        if self.order is not None:
+        if self._order is not None:
             for column in self._columns.values():
-                self.medians(column, self.order)  # now, not while a picture is drawn
+                self.medians(column, self._order)  # now, not while a picture is drawn
 
     def tile(
         self,
@@ -203,7 +166,6 @@ class SampleStore:
         *,
         most_rows: int = 512,
         most_columns: int = 384,
-        order: RowOrder | None = None,
         against: Against = "own",
     ) -> Tile:
         """The picture of some rows and columns, first and one after last; all where they are left out.
@@ -212,7 +174,7 @@ class SampleStore:
         more than ``most_rows`` or ``most_columns``.
         """
         first, last = _within(columns, len(self))
-        drawn = self._drawn(rows, most_rows, order, against)
+        drawn = self._drawn(rows, most_rows, against)
         numbers = list(range(self._low + first, self._low + last))
         together = max(-(-len(numbers) // max(most_columns, 1)), 1)
         colours = drawn.columns(self, numbers, against)
@@ -227,7 +189,6 @@ class SampleStore:
         rows: tuple[int, int] | None = None,
         *,
         most_rows: int = 512,
-        order: RowOrder | None = None,
         against: Against = "own",
     ) -> Tile | None:
         """The columns that have changed since the picture of that version; None where all has to be drawn again.
@@ -236,71 +197,61 @@ class SampleStore:
         """
         if version < self._base_version or version > self.version:
             return None
-        drawn = self._drawn(rows, most_rows, order, against)
+        drawn = self._drawn(rows, most_rows, against)
         numbers = sorted(number for number, column in self._columns.items() if column.version > version)
         return self._tile(drawn, drawn.columns(self, numbers, against), numbers, 1)
 
     def slowest(
-        self,
-        rows: tuple[int, int],
-        column: int,
-        *,
-        order: RowOrder | None = None,
-        against: Against = "own",
+        self, rows: tuple[int, int], column: int, *, against: Against = "own"
     ) -> tuple[int, float, float] | None:
         """The rank that a cell shows, its own time in seconds and its ratio to the usual one; None without a sample.
 
         ``column``: counted from the oldest.
         """
-        found = self._columns.get(self._low + column)
-        order = self._order(order)
+        found, order = self._columns.get(self._low + column), self._present_order()
         first, last = _within(rows, len(order))
-        ranks = order.ranks[first:last]
-        if found is None or column < 0 or not len(ranks):
+        if found is None or column < 0 or first == last:
             return None
-        codes = _of_ranks(found.codes, ranks)
-        base = _of_ranks(self._usual, ranks)
+        codes, base = found.codes[first:last], self.usual(last)[first:last]
         if against == "peers":
             base = self.medians(found, order)[order.peers[first:last]]
         ratio = np.where(codes > 0, codes.astype(np.int32) - base, np.iinfo(np.int32).min)
         place = int(ratio.argmax())
         if not codes[place]:
             return None
-        return (
-            int(ranks[place]),
-            float(decoded(codes[place : place + 1])[0]),
-            2.0 ** (int(ratio[place]) / 512),
-        )
+        own_s = float(decoded(codes[place : place + 1])[0])
+        return int(order.ranks[first + place]), own_s, 2.0 ** (int(ratio[place]) / OCTAVE)
 
     def of_rank(self, rank: int) -> Floats:
         """A rank's longest own time by column, in seconds; NaN where there is no sample."""
-        numbers = range(self._low, self._low + len(self))
-        columns = [self._columns.get(number) for number in numbers]
-        codes = [
-            int(one.codes[rank]) if one is not None and 0 <= rank < len(one.codes) else 0 for one in columns
-        ]
-        return decoded(np.array(codes, np.int16))
+        columns = [self._columns.get(number) for number in range(self._low, self._low + len(self))]
+        if not 0 <= rank < self._ranks:
+            return np.full(len(columns), math.nan, np.float32)
+        row = int(self._rows_of(np.array([rank]))[0])
+        return decoded(np.array([0 if column is None else column.codes[row] for column in columns], np.int16))
 
     def usual_s(self) -> Floats:
         """The usual own time of each rank, in seconds."""
-        return decoded(_of_ranks(self._usual, np.arange(self._ranks, dtype=np.int32)))
+        rows = self._rows_of(np.arange(self._ranks, dtype=np.intp))
+        return decoded(self.usual(self._room)[rows])
 
     def series(self) -> JobSeries:
         """The job's figures by column."""
         columns = [self._columns.get(number) for number in range(self._low, self._low + len(self))]
-        sums = np.array(
-            [(c.count, c.iteration_s, c.rank_s, c.own_s) if c else (0, 0.0, 0.0, 0.0) for c in columns]
-        ).reshape(-1, 4)
-        count, iteration, rank, own = sums.T
+
+        def of(name: str) -> npt.NDArray[np.float64]:
+            return np.array([getattr(one, name) if one is not None else 0.0 for one in columns], np.float64)
+
+        count, start = of("count"), of("start_unix_s")
         with np.errstate(invalid="ignore", divide="ignore"):
-            iteration_s = iteration / count
-            waiting = np.clip(1 - own / rank, 0.0, 1.0)
+            iteration_s = of("iteration_s") / count
+            waiting = np.minimum(np.maximum(1 - of("own_s") / of("rank_s"), 0.0), 1.0)
             known = np.sort(iteration_s[count > 0])
-            usual_s = known[(len(known) - 1) // 4] if len(known) else np.nan
+            usual_s = float(known[(len(known) - 1) // 4]) if len(known) else math.nan
             lost = np.maximum(1 - usual_s / iteration_s, 0.0)
-        incarnations = np.array([c.incarnation if c else 0 for c in columns], np.int64)
-        starts = np.array([c.start_unix_s if c and c.start_unix_s < math.inf else math.nan for c in columns])
-        return JobSeries(self.first_steps, self.stride, iteration_s, waiting, lost, incarnations, starts)
+        start[(count == 0) | np.isinf(start)] = math.nan
+        incarnations = of("incarnation").astype(np.int64)
+        return JobSeries(self.first_steps, self.stride, iteration_s, waiting, lost, incarnations, start)
 
     def _fill(
         self,
@@ -320,8 +271,8 @@ class SampleStore:
         if column is None:
             row = self._free.pop()
             self._block[row] = 0
-            column = self._columns[number] = _Column(row, self._block[row], incarnation)
-        np.maximum.at(column.codes, ranks, encoded(own_s))
+            column = self._columns[number] = Column(row, self._block[row], incarnation)
+        np.maximum.at(column.codes, self._rows_of(ranks), encoded(own_s))
         column.version = self.version
         column.count += len(ranks)
         column.iteration_s += float(np.median(all_s)) * len(ranks)
@@ -333,11 +284,7 @@ class SampleStore:
         self._ranks = max(self._ranks, ranks)
         if ranks > self._room:
             self._room = min(max(ranks, self._room * 3 // 2), MOST_RANKS)
-        most = max(self._most * _FULL_RANKS // max(self._room, _FULL_RANKS), 2)
-        if self._block.shape[1] < self._room:
-            while len(self) > most:
-                self._halve()
-            self._enlarge(most)
+        most = self._widen()
         low, high = first_step // self.stride, last_step // self.stride
         if self._columns:
             low, high = min(low, self._low), max(high, self._high)
@@ -348,18 +295,30 @@ class SampleStore:
             self._base_version = self.version  # columns are counted from another one
         self._low, self._high = low, high
 
-    def _enlarge(self, most: int) -> None:
-        """Give every column room for more ranks. Memory of the new block is taken when it is written to."""
+    def _widen(self) -> int:
+        """Give every column room for the ranks, and return how many columns there may be.
+
+        Memory of the new block is taken when it is written to.
+        """
+        most = max(self._most * _FULL_RANKS // max(self._room, _FULL_RANKS), 2)
+        if self._block.shape[1] >= self._room:
+            return most
+        while len(self) > most:
+            self._halve()
         block: Codes = np.zeros((most, self._room), np.int16)
         for row, column in enumerate(self._columns.values()):
             block[row, : len(column.codes)] = column.codes
             column.row, column.codes = row, block[row]
         self._block, self._free = block, list(range(most - 1, len(self._columns) - 1, -1))
+        if self._rows is not None:
+            more = np.arange(len(self._rows), self._room, dtype=np.intp)
+            self._rows = np.concatenate([self._rows, more])
+        return most
 
     def _halve(self) -> None:
         """Make one column of each two."""
         self.stride *= 2
-        columns: dict[int, _Column] = {}
+        columns: dict[int, Column] = {}
         for number in sorted(self._columns):
             column = self._columns.pop(number)
             known = columns.setdefault(number // 2, column)
@@ -396,31 +355,32 @@ class SampleStore:
         self._usual = usual
 
     def usual(self, ranks: int) -> Codes:
-        """Codes of the usual own times of so many ranks, for drawing."""
+        """Codes of the usual own times of at least so many rows, for drawing."""
         if len(self._usual) < ranks:
             known = np.sort(self._usual)
             fallback = known[(len(known) - 1) // 2] if len(known) else LEAST
             self._usual = np.concatenate([self._usual, np.full(ranks - len(self._usual), fallback, np.int16)])
         return self._usual
 
-    def medians(self, column: _Column, order: RowOrder) -> Codes:
+    def medians(self, column: Column, order: RowOrder) -> Codes:
         """Codes of the medians of a column's groups of peers."""
         kept = column.medians
         if kept is None or kept[0] is not order or kept[1] != column.version:
             kept = column.medians = (order, column.version, medians_of(column.codes, order))
         return kept[2]
 
-    def column(self, number: int) -> _Column | None:
+    def column(self, number: int) -> Column | None:
         """A column by its first step over the stride, for drawing."""
         return self._columns.get(number)
 
-    def _order(self, order: RowOrder | None) -> RowOrder:
-        return order or self.order or row_order(self._ranks)
+    def _rows_of(self, ranks: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+        return ranks if self._rows is None else self._rows[ranks]
 
-    def _drawn(
-        self, rows: tuple[int, int] | None, most_rows: int, order: RowOrder | None, against: Against
-    ) -> _Drawn:
-        order = self._order(order)
+    def _present_order(self) -> RowOrder:
+        return self._order or row_order(self._ranks)
+
+    def _drawn(self, rows: tuple[int, int] | None, most_rows: int, against: Against) -> _Drawn:
+        order = self._present_order()
         first, last = _within(rows, len(order))
         key = (order, first, last, most_rows, against)
         drawn = self._views.pop(key, None) or _Drawn(RowView(order, first, last, most_rows))
@@ -440,7 +400,7 @@ class SampleStore:
             for place in range(0, len(numbers), together)
         ]
         return Tile(
-            np.ascontiguousarray(colours.T),
+            np.ascontiguousarray(np.transpose(colours)),
             drawn.view.row_starts,
             columns,
             self.stride * np.array(firsts, np.int64),
@@ -466,7 +426,7 @@ class _Drawn:
     def columns(self, store: SampleStore, numbers: list[int], against: Against) -> npt.NDArray[np.uint8]:
         """Shape (columns, rows)."""
         found = np.zeros((len(numbers), self.view.rows), np.uint8)
-        usual = store.usual(max(store.ranks, len(self.view.order)))
+        usual = store.usual(len(self.view.order))
         for place, number in enumerate(numbers):
             column = store.column(number)
             if column is None:
@@ -488,10 +448,3 @@ def _within(span: tuple[int, int] | None, count: int) -> tuple[int, int]:
     first, last = span or (0, count)
     first = min(max(first, 0), count)
     return first, min(max(last, first), count)
-
-
-def _of_ranks(codes: Codes, ranks: npt.NDArray[np.int32]) -> Codes:
-    """The codes of some ranks; 0 of those that have none."""
-    if not len(codes):
-        return np.zeros(len(ranks), np.int16)
-    return np.where(ranks < len(codes), codes.take(ranks, mode="clip"), 0).astype(np.int16)

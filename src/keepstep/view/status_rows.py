@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.view.rank_table import rank_table
+from keepstep.view.rank_table import joined, rank_table
 from keepstep.view.snapshot import NodeView, RankTable
 from keepstep.wire.messages import RankBeat
 
@@ -66,7 +66,9 @@ class CheckpointState(msgspec.Struct):
 
 
 _status = msgspec.json.Decoder(StatusRows)
-_rows = msgspec.msgpack.Decoder(list[tuple[int, tuple[RankBeat, ...]]])
+_nodes = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_beats = msgspec.msgpack.Decoder(tuple[int, tuple[RankBeat, ...]])
+_AT_ONCE = 1024  # nodes whose rows are objects at one time: those of a large job take 50 MB
 
 
 def read_status(content: bytes) -> tuple[StatusRows, RankTable | None]:
@@ -91,7 +93,9 @@ def status_from(told: dict[str, Any]) -> StatusRows:
 
 def read_rank_rows(content: bytes) -> RankTable:
     """The file of the rows of ranks. Raises msgspec.MsgspecError where it is not what keepstep writes."""
-    return rank_table(_rows.decode(content))
+    packed = _nodes.decode(content)
+    firsts = range(0, len(packed), _AT_ONCE)
+    return joined([rank_table(map(_beats.decode, packed[one : one + _AT_ONCE])) for one in firsts])
 
 
 def node_view(row: NodeRow, status: StatusRows, checkpoints: CheckpointState | None) -> NodeView:

@@ -146,7 +146,11 @@ def joined(parts: Sequence[Iterations]) -> list[Iterations]:
     return [
         Iterations(
             incarnation,
-            *(np.concatenate([getattr(one, name) for one in found]) for name in Iterations.__slots__[1:]),
+            np.concatenate([one.rank for one in found]),
+            np.concatenate([one.step for one in found]),
+            np.concatenate([one.own_s for one in found]),
+            np.concatenate([one.iteration_s for one in found]),
+            np.concatenate([one.start_unix_s for one in found]),
         )
         for incarnation, found in sorted(by_incarnation.items())
     ]

@@ -44,7 +44,7 @@ def encoded(seconds: npt.NDArray[np.floating]) -> Codes:
     """Codes of own times. 0 for what is no time: not above 0, or no number."""
     is_time = seconds > 0
     octaves = np.log2(np.where(is_time, seconds, 1.0) / np.float32(_LEAST_S))
-    codes = np.clip(np.rint(octaves * OCTAVE) + LEAST, LEAST, MOST)
+    codes = np.minimum(np.maximum(np.rint(octaves * OCTAVE) + LEAST, LEAST), MOST)
     return np.where(is_time, codes, 0).astype(np.int16)
 
 
@@ -62,7 +62,8 @@ def ratios(colours: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 
 def colours_of(differences: Codes) -> npt.NDArray[np.uint8]:
     """Codes of colours of differences between the codes of two times; 0 where there was no sample."""
-    colours = np.clip((differences + np.int16(8)) >> _SHIFT, 1 - AS_USUAL, AS_USUAL - 1) + AS_USUAL
+    levels = (differences + np.int16(8)) >> _SHIFT
+    colours = np.minimum(np.maximum(levels, np.int16(1 - AS_USUAL)), np.int16(AS_USUAL - 1)) + AS_USUAL
     return np.where(differences > _NO_SAMPLE, colours, 0).astype(np.uint8)
 
 
@@ -72,14 +73,14 @@ class RowOrder:
 
     Attributes:
         ranks: by row.
-        peers: by row, the number of the rank's group of peers, from 0.
-        counted: shape (groups, ranks), the ranks whose medians stand for the groups.
+        peers: by row, the number of the rank's group of peers, from 0 and never less than in the row before.
+        counted: shape (groups, rows), the rows whose medians stand for the groups.
         is_plain: whether ranks are in the order of their numbers.
     """
 
     ranks: Ranks
     peers: npt.NDArray[np.intp]
-    counted: Ranks
+    counted: npt.NDArray[np.intp]
     is_plain: bool
 
     def __len__(self) -> int:
@@ -94,18 +95,19 @@ def row_order(world_size: int, layout: ParallelLayout | None = None) -> RowOrder
     """
     plain = np.arange(world_size, dtype=np.intp)
     if layout is None or layout.world_size != world_size:
-        return RowOrder(plain, np.zeros(world_size, np.intp), _counted(plain[None]), True)
+        return RowOrder(plain, np.zeros(world_size, np.intp), _counted(world_size, 1), True)
     at = layout.all_coordinates()
     rows = np.lexsort([at[name] for name in ("tp", "cp", "ep", "dp", "pp")]).astype(np.intp)
     peers = at["pp"][rows].astype(np.intp)
-    return RowOrder(rows, peers, _counted(rows.reshape(layout.pp, -1)), bool((rows == plain).all()))
+    return RowOrder(rows, peers, _counted(world_size, layout.pp), bool((rows == plain).all()))
 
 
-def _counted(groups: Ranks) -> Ranks:
-    """Some members of each group, evenly spaced."""
-    size = groups.shape[1]
-    count = min(size, max(_MOST_COUNTED // len(groups), _LEAST_COUNTED))
-    return groups[:, np.linspace(0, size - 1, count).astype(np.intp)] if size else groups
+def _counted(rows: int, groups: int) -> npt.NDArray[np.intp]:
+    """Some rows of each group, evenly spaced; the groups are one after the other, all of one size."""
+    size = rows // groups
+    count = min(size, max(_MOST_COUNTED // groups, _LEAST_COUNTED))
+    places = np.linspace(0, max(size - 1, 0), count).astype(np.intp)
+    return size * np.arange(groups, dtype=np.intp)[:, None] + places
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,78 +140,51 @@ class Tile:
 
 
 class RowView:
-    """Draws columns into rows: those from ``first`` up to ``last`` of an order, in blocks of ``block`` ranks.
+    """Draws columns, whose codes are in the order of the rows: those from ``first`` up to ``last``, as ``rows`` rows.
 
-    Keeps buffers, so that drawing allocates nothing of the job's size.
+    Keeps a buffer, so that drawing allocates nothing of the job's size.
     """
 
     def __init__(self, order: RowOrder, first: int, last: int, most_rows: int) -> None:
         self.order, self.first, self.last = order, first, last
         count = last - first
-        self.block = max(-(-count // max(most_rows, 1)), 1)
-        self.rows = -(-count // self.block)
-        self.row_starts = np.minimum(first + self.block * np.arange(self.rows + 1, dtype=np.int64), last)
-        self._ranks = order.ranks[first:last]
-        self._peers = order.peers[first:last]
-        self._here: Codes = np.zeros(count, np.int16)
-        self._base: Codes = np.zeros(count, np.int16)
-        self._base_of: Codes | None = None  # the usual times that are in it by row
-        self._padded: Codes = np.full(self.rows * self.block, _PADDING, np.int16)
+        self._block = max(-(-count // max(most_rows, 1)), 1)  # ranks to a row
+        self.rows = -(-count // self._block)
+        self.row_starts = np.minimum(first + self._block * np.arange(self.rows + 1, dtype=np.int64), last)
+        self._peers = np.bincount(order.peers[first:last], minlength=len(order.counted))  # rows of each group
+        self._padded: Codes = np.full(self.rows * self._block, _PADDING, np.int16)
 
     def draw(self, codes: Codes, usual: Codes) -> npt.NDArray[np.uint8]:
-        """One column. ``codes``: own times by rank; ``usual``: what each is compared with, for every rank of the order.
-
-        ``usual`` may not be changed later.
-        """
-        if self._base_of is not usual:
-            self._base_of, self._base = usual, self._by_row(usual, np.zeros_like(self._here))
-        return self._reduced(self._by_row(codes, self._here), self._base)
+        """One column against ``usual`` codes, which are in the order of the rows as well."""
+        return self._reduced(codes[self.first : self.last], usual[self.first : self.last])
 
     def draw_against_peers(self, codes: Codes, medians: Codes) -> npt.NDArray[np.uint8]:
         """One column against the medians of the groups of peers."""
-        here = self._by_row(codes, self._here)
-        if len(medians) == 1:
-            return self._reduced(here, medians[0])
-        return self._reduced(here, medians.take(self._peers))
-
-    def _by_row(self, values: Codes, out: Codes) -> Codes:
-        """Values by rank as values by row; 0 for ranks that have none."""
-        if self.order.is_plain:
-            part = values[self.first : self.last]
-            if len(part) == len(out):
-                return part
-            out[: len(part)] = part
-            out[len(part) :] = 0
-            return out
-        if len(values) >= len(self.order):
-            np.take(values, self._ranks, out=out, mode="clip")
-        else:
-            known = self._ranks < len(values)
-            out[:] = np.where(known, values.take(self._ranks, mode="clip"), 0)
-        return out
+        base = medians[0] if len(medians) == 1 else np.repeat(medians, self._peers)
+        return self._reduced(codes[self.first : self.last], base)
 
     def _reduced(self, here: Codes, base: Codes | np.int16) -> npt.NDArray[np.uint8]:
-        differences = self._padded[: len(here)]
-        np.subtract(here, base, out=differences)
-        blocks = self._padded.reshape(self.rows, self.block)
-        if self.block > 16:
+        np.subtract(here, base, out=self._padded[: len(here)])
+        blocks: Codes = np.reshape(self._padded, (self.rows, self._block))
+        if self._block > 16:
             return colours_of(blocks.max(axis=1))
-        slowest = blocks[:, 0].copy()
-        for place in range(1, self.block):  # faster than many short rows
+        slowest: Codes = np.array(blocks[:, 0])
+        for place in range(1, self._block):  # faster than many short rows
             np.maximum(slowest, blocks[:, place], out=slowest)
         return colours_of(slowest)
 
 
 def medians_of(codes: Codes, order: RowOrder) -> Codes:
-    """The lower median of each group of peers, of those with a sample; of all groups where one has none."""
-    ranks = order.counted
-    found = codes.take(ranks, mode="clip") if len(codes) else np.zeros(ranks.shape, np.int16)
-    if len(codes) < len(order):
-        found[ranks >= len(codes)] = 0
+    """The lower median of each group of peers, of those with a sample; of all groups where one has none.
+
+    ``codes`` are in the order of the rows.
+    """
+    found: Codes = codes[order.counted]
     found.sort(axis=1)  # those without a sample first
     count = np.count_nonzero(found, axis=1)
-    place = found.shape[1] - count + np.maximum(count - 1, 0) // 2
-    medians = found[np.arange(len(found)), np.minimum(place, found.shape[1] - 1)]
+    width = len(found[0])
+    place = width - count + np.maximum(count - 1, 0) // 2
+    medians = found[np.arange(len(found)), np.minimum(place, width - 1)]
     every = np.sort(medians[count > 0])
     return np.where(count > 0, medians, every[(len(every) - 1) // 2] if len(every) else LEAST).astype(
         np.int16

@@ -28,7 +28,7 @@ _SCROLLS = {
     curses.KEY_HOME: -1_000_000, curses.KEY_END: 1_000_000,
 }  # fmt: skip
 _PAGES = {curses.KEY_NPAGE: 1, ord(" "): 1, curses.KEY_PPAGE: -1, ord("b"): -1}
-_QUITS = (ord("q"), ord("Q"), 27)
+_QUITS = (ord("q"), ord("Q"))
 
 
 def run_top(source: RunSource, run: str) -> None:
@@ -37,7 +37,6 @@ def run_top(source: RunSource, run: str) -> None:
     ``run``: how commands are to name it. Raises curses.error where the terminal cannot do this.
     """
     locale.setlocale(locale.LC_ALL, "")
-    os.environ.setdefault("ESCDELAY", "25")  # Esc alone would else be waited on for a second
     for name in ("LINES", "COLUMNS"):  # ncurses would take these for the size, also when it has changed
         os.environ.pop(name, None)
     watcher = _Watcher(source, run)
@@ -119,7 +118,7 @@ class _Top:
             elif (lines := self._lines(key)) and look is not None:
                 self._scroll = max(self._scroll + lines, 0)
                 self._draw(look)
-            elif key == ord("l") - 96 or key == ord("r"):
+            elif key == ord("r"):
                 self._window.clear()
                 drawn = None
 

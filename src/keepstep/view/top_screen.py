@@ -40,6 +40,7 @@ _BARS, _BARS_IN_ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _HEAT, _HEAT_IN_ASCII = " ·░▒▓█", " .:=%#"
 _HEAT_FROM = (0.0, 1.15, 1.5, 2.0, 3.0)  # ratios to the usual own time from which the next sign is shown
 _LEAST_SCALE = 1.25  # a pace that varies by less looks flat
+_OF_SCALE = 0.97  # share of the paces that the scale is made for
 _SLOW, _VERY_SLOW = 1.15, 1.5  # ratios to the usual own time from which a rank is told by a colour
 
 
@@ -196,9 +197,10 @@ def _pace(look: Look, width: int, ascii_only: bool) -> Iterator[Line]:
         return
     now = known[-1]
     parts = [seconds(now)]
-    if look.lost is not None and look.lost >= 0.005:
+    goes_on = look.snapshot.end is None
+    if goes_on and look.lost is not None and look.lost >= 0.005:
         parts.append(f"{look.lost:.0%} lost")
-    if look.waiting is not None:
+    if goes_on and look.waiting is not None:
         parts.append(f"{look.waiting:.0%} waiting")
     told = ", ".join(parts) + " "
     room = max(width - _LABEL - len(told), 8)
@@ -215,8 +217,9 @@ def _bars(values: Sequence[float], room: int, signs: str) -> str:
     together = -(-len(values) // room)
     parts = [values[place : place + together] for place in range(0, len(values), together)]
     shown = [max((value for value in part if not math.isnan(value)), default=math.nan) for part in parts]
-    low = min(value for value in shown if not math.isnan(value))
-    high = max(_LEAST_SCALE * low, *(value for value in shown if not math.isnan(value)), 1e-9)
+    known = sorted(value for value in shown if not math.isnan(value))
+    # The few longest share the highest sign: a first step that compiles would else make all others look alike.
+    low, high = known[0], max(known[int(_OF_SCALE * (len(known) - 1))], _LEAST_SCALE * known[0], 1e-9)
     scale = len(signs) / max(high - low, 1e-9)
     return "".join(
         " " if math.isnan(value) else signs[min(int((value - low) * scale), len(signs) - 1)]

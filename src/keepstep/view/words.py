@@ -90,6 +90,8 @@ def _of_end(snapshot: RunSnapshot, end: RunEnd, run: str, notes: Sequence[str]) 
             since=clean(_ended_at(snapshot)),
         )  # fmt: skip
     about = answer_about(last, run, snapshot.unix_s, world=snapshot.world_size)
+    if not any(step.command.startswith("keepstep why") for step in about.advice):
+        advice.append(command("what the ranks said", "why", run))
     others = [f"{count - 1} earlier incident{'s' * (count != 2)}"] if count > 1 else []
     return Answer(
         "failed", clean(f"{told}; {about.headline.removeprefix('over: ')}"), about.what, about.who, about.since,

@@ -85,6 +85,14 @@ def test_rows_that_are_too_many_to_be_true_are_left_out() -> None:
     assert (len(rows), len(rows[3]), len(rows[2]), len(rows[39])) == (40, 0, 2, 15_000)
 
 
+def test_what_checks_have_found_is_left_out_where_it_is_very_much() -> None:
+    controller = job(1)
+    for nodes, told in ((10, 10), (2000, 0)):
+        controller.admission.found = {f"n{node}": ("x" * 400,) * 8 for node in range(nodes)}
+        status = msgspec.msgpack.decode(answered(window(controller), wire.Follow()).status)
+        assert len(status["checks"]) == told
+
+
 def test_links_are_told_if_asked_for_and_few_of_large_jobs() -> None:
     told = tuple(PathRate("10.0.0.1", f"10.0.0.{number}", "TCP", 9.0, 1.0) for number in range(20))
     for nodes, most in ((2, 20), (1100, 8)):
@@ -147,7 +155,7 @@ def test_long_incidents_come_in_several_answers() -> None:
 
 
 def incident(number: int, kind: Any, **more: Any) -> Incident:
-    fields = {"culprits": (), "victims": (), "evidence": (), "missing": ()} | more
+    fields: dict[str, Any] = {"culprits": (), "victims": (), "evidence": (), "missing": ()} | more
     return Incident(number, kind, 3, 4, None, 1.5, **fields)
 
 

@@ -39,6 +39,9 @@ def test_every_kind_of_run_is_read(tmp_path: Path, kind) -> None:
     assert source.samples.ranks == 16
     assert len(source.samples) == run.step
     assert found.loss_now_steps == 1
+    assert [(one.source, one.target) for one in found.links] == [(0, 1), (1, 0)]
+    slow = 2.4 if kind == "exchange" else 1.0
+    assert found.links[0].usual_bytes_per_s / found.links[0].bytes_per_s == pytest.approx(slow)
     source.close()
 
 

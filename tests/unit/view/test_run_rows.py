@@ -127,6 +127,12 @@ def test_a_broken_folder_is_one_row(name: str, content: str | None, tmp_path: Pa
         assert Path(name).name in row.verdict
 
 
+def test_a_folder_that_only_its_processes_see(tmp_path: Path) -> None:
+    row = row_of(tmp_path / "gone", NOW_S)
+    assert (row.state, row.is_trouble) == ("broken", False)
+    assert "no run folder (no run.json in it), or not seen from here" in row.verdict
+
+
 def test_trouble_first_then_what_lives_then_the_newest_that_ended(tmp_path: Path) -> None:
     make_run(tmp_path, "old", end={"exit_code": 0}, heard_s_ago=9000.0)
     make_run(tmp_path, "new", end={"exit_code": 1}, heard_s_ago=90.0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import pytest
 
 from keepstep.view.link_table import links_between, read_paths
-from keepstep.view.rank_table import rank_table
+from keepstep.view.rank_table import joined, rank_table
 from keepstep.wire.messages import PathRate, RankBeat
 
 MIB = 1 << 20
@@ -77,16 +79,20 @@ def test_links_are_between_the_nodes_whose_addresses_these_are() -> None:
     assert {(one.source, one.target) for one in links_between(paths, None)} == {(0, 1)}
 
 
-def test_files_that_tell_of_no_links_are_told(tmp_path: Path) -> None:
-    for name, content in (("0", b'{"paths": []}'), ("1", b'{"paths": [['), ("2", b"[]"), ("x", b"?")):
-        folder = tmp_path / "nodes" / name
-        folder.mkdir(parents=True)
-        (folder / "links.json").write_bytes(content)
-    (tmp_path / "nodes" / "3" / "links.json").mkdir(parents=True)
-    troubles: list[str] = []
-    assert read_paths(tmp_path, troubles) == {0: ()}
-    assert [line.split(":")[1].strip() for line in troubles] == [
-        "tells of no links",
-        "tells of no links",
-        "cannot be read",
-    ]
+def test_tables_of_parts_are_joined_to_the_table_of_all() -> None:
+    places = ([4, 5], [0, 1], [1, 2])
+    nodes = [(node, [RankBeat(rank, node, 0, 0) for rank in ranks]) for node, ranks in enumerate(places)]
+    whole, parts = rank_table(nodes), joined([rank_table([one]) for one in nodes])
+    for name in type(whole).__slots__:
+        assert getattr(whole, name).tolist() == getattr(parts, name).tolist()
+    assert whole.node.tolist() == [1, 2, 2, 0, 0]
+    assert len(joined([])) == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"paths": [[', b"[]", b"", b'{"paths": [["a", "b", "by mail", 1, 1]]}']
+)
+def test_a_file_that_tells_of_no_links_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "links.json").write_bytes(content)
+    with pytest.raises(msgspec.MsgspecError):
+        read_paths(tmp_path / "links.json")

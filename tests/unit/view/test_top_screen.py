@@ -74,6 +74,12 @@ def test_a_run_that_has_ended() -> None:
     ]
 
 
+def test_a_first_step_that_compiles_does_not_hide_a_slowdown() -> None:
+    paced = replace(look(run()), pace_s=[30.0, float("nan"), *[0.6] * 40, *[1.1] * 8])
+    line = next(line for line in screen(paced, 120, 24).lines if line[0].text.startswith("pace"))
+    assert line[-1].text == "█ " + "▁" * 40 + "█" * 8
+
+
 def test_scrolling_shows_every_line_and_stops_at_the_ends() -> None:
     snapshot = run(SLOW)
     whole = picture(snapshot, 80, 60)[1:-1]

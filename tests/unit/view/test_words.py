@@ -151,6 +151,9 @@ def test_how_it_ended() -> None:
         "Give the workers less, or the node more",
     ]
     assert told.others == ("1 earlier incident",)
+    silent = replace(crash, cause=None)
+    told = answer(replace(failed, incidents=(silent,)))
+    assert "keepstep why train-7b" in [step.command for step in told.advice]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ def _two_steps(run: Run, incident: Incident, spans: dict[int, list[Span]]) -> di
     after = onset if after is None and onset in kept else after
     steps = [(word, step) for word, step in (("before", before), ("after", after)) if step is not None]
     if not steps:
-        return {"reason": f"the saved rings no longer hold step {onset}: they keep the newest events only"}
+        return {
+            "reason": f"the saved rings hold no whole step beside step {onset}: they keep the newest events only"
+        }
     culprits = [one.rank for one in incident.culprits if one.rank is not None]
     return {
         "incident": incident.number,

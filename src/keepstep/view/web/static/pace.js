@@ -37,13 +37,18 @@
     }
     g.restore();
   }
+  // A first step of a minute would make a line of all others: few very long iterations are cut off.
+  function top() {
+    const known = K.state.pace.iteration_s.filter((v) => v !== null).sort((a, b) => a - b);
+    return known.length ? Math.min(known[known.length - 1], 2.5 * known[Math.floor((known.length - 1) * 0.95)]) * 1.1 : 1;
+  }
   function options(width) {
     const ink = K.token("--ink-2"), line = K.token("--line");
     const axis = (more) => ({ stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif", ...more });
     return {
       width, height: 220, legend: { show: false },
       cursor: { drag: { x: true, y: false }, y: false },
-      scales: { x: { time: false }, s: { range: (u, low, high) => [0, (high || 1) * 1.1] }, lost: { range: [0, 1] } },
+      scales: { x: { time: false }, s: { range: () => [0, top()] }, lost: { range: [0, 1] } },
       axes: [axis({ size: 32, values: (u, all) => all.map((v) => (Number.isInteger(v) ? String(v) : "")) }),
         axis({ scale: "s", size: 64, values: (u, all) => all.map((v) => K.seconds(v)) }),
         axis({ scale: "lost", side: 1, size: 58, grid: { show: false }, values: (u, all) => all.map((v) => `${Math.round(v * 100)} %`) })],
