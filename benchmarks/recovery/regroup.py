@@ -69,6 +69,7 @@ class Rank:
             given: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": _PATIENCE}
             if way != "reconfigured":
                 group_setup.set_names(number)
+                assert self.store is not None
                 make(self.backend, store=dist.PrefixStore(str(number), self.store), **given)
             else:
                 if is_new:
