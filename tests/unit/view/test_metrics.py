@@ -142,7 +142,7 @@ def test_without_an_incident_the_pace_is_compared_with_the_best_of_the_run() -> 
     samples, ranks = SampleStore(), np.arange(16, dtype=np.int32)
     for step in range(40):
         taken = np.full(16, 0.5 if step < 20 else 1.0, np.float32)
-        samples.take(ranks, np.full(16, step, np.int64), taken * np.float32(0.5), taken)
+        samples.take(ranks, np.full(16, step, np.int64), (taken * 0.5).astype(np.float32), taken)
     page = exposition(snapshot(), samples)
     assert value(page, "keepstep_iteration_healthy_seconds") == pytest.approx(0.5, rel=0.01)
     assert value(page, "keepstep_slowdown_ratio") == pytest.approx(2, rel=0.05)

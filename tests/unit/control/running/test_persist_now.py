@@ -6,6 +6,7 @@ import pytest
 from tests.unit.control.running.operators_stage import Office
 
 from keepstep.checkpoint.memory.slots import Key
+from keepstep.control.effects import Send
 from keepstep.wire import Operated, Persist, Persisting, PersistNow
 
 NEWEST = Key(0, 40).pack()
@@ -84,7 +85,7 @@ def test_the_time_is_over(state: str, told: str) -> None:
         why = "no room there" if state == "on the way" else ""
         office.tell(node, Persisting(number, node, state, Key(0, 44).pack(), why=why))  # type: ignore[arg-type]
     office.run("wait 5.2")
-    messages = [one.message for one in office.effects if hasattr(one, "message")]
+    messages = [one.message for one in office.effects if isinstance(one, Send)]
     assert [one.refused for one in messages if isinstance(one, Operated)] == [told]
     assert Persist(0) in messages
 
