@@ -116,7 +116,7 @@ class Checkpoints:
     def look(self) -> None:
         """Order newly sealed steps to be written, and release the cached steps that are on storage."""
         if self._persister is None:
-            self._ordered.look(None, (), ())
+            self._ordered.look(None, {}, ())
             self._tell((), None)
             return
         for key, rank in self._persister.damaged():
