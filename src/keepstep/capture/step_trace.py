@@ -259,7 +259,8 @@ class _Phase:
 
 def _in_the_way() -> str:
     """Why no profiler may be begun: the script has one, at work or between two of its cycles; "": none is there."""
-    if torch.autograd._profiler_enabled():
+    is_enabled = vars(torch.autograd).get("_profiler_enabled")
+    if is_enabled is not None and is_enabled():
         return _OWN
     if _of_the_script():
         gc.collect()  # profilers are cycles: one that was used and let go lives until then

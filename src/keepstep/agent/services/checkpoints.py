@@ -122,7 +122,7 @@ class Checkpoints:
         """Order newly sealed steps to be written, and release the cached steps that are on storage."""
         self._look_at_kept()
         if self._persister is None:
-            self._ordered.look(None, (), ())
+            self._ordered.look(None, {}, ())
             self._tell((), None)
             return
         for key, rank in self._persister.damaged():

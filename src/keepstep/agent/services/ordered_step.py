@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from keepstep.checkpoint.memory.cached_states import CachedStates
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.core.errors import CheckpointError
-from keepstep.wire.messages import Message, Persist, Persisting
+from keepstep.wire.messages import Message, Persist, Persisting, PersistState
 
 logger = logging.getLogger("keepstep.agent")
 
@@ -54,7 +54,7 @@ class OrderedStep:
     def look(
         self,
         whole: Collection[Key] | None,
-        wished: Collection[Key] | dict[Key, set[int]],
+        wished: Mapping[Key, set[int]],
         troubles: Sequence[str],
     ) -> None:
         """Carry the order out, and tell how far it is.
@@ -96,17 +96,17 @@ class OrderedStep:
         order: Persist,
         newest: Key | None,
         whole: Collection[Key] | None,
-        wished: Collection[Key] | dict[Key, set[int]],
+        wished: Mapping[Key, set[int]],
         troubles: Sequence[str],
     ) -> Persisting | None:
-        def say(state: str, key: Key | None = None, why: str = "") -> Persisting:
+        def say(state: PersistState, key: Key | None = None, why: str = "") -> Persisting:
             return Persisting(
                 order.number,
                 self._node_rank,
                 state,
                 key.pack() if key else 0,
                 self._pace(),
-                why[:200],  # type: ignore[arg-type]
+                why[:200],
             )
 
         if not self._has_storage:
@@ -117,9 +117,8 @@ class OrderedStep:
         if first is None:
             is_measured = self._saved[-1][0] - self._saved[0][0] >= _PACE_S
             return say("ready", newest) if is_measured and self._told is None else None
-        waiting = wished if isinstance(wished, dict) else {}
         if self._on_way is None:
-            ready = [key for key, ranks in waiting.items() if key >= first and ranks >= self._ranks]
+            ready = [key for key, ranks in wished.items() if key >= first and ranks >= self._ranks]
             self._on_way = min(ready, default=None)
         if self._on_way is None:
             return say("waits", first)

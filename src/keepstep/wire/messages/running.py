@@ -20,6 +20,7 @@ _MOST_THRESHOLDS = 32
 _Wait = Annotated[float, msgspec.Meta(ge=1.0, le=MOST_WAIT_S)]
 _Steps = Annotated[int, msgspec.Meta(ge=1, le=MOST_TRACED_STEPS)]
 _Changes = Annotated[tuple[tuple[limits.Label, limits.Label], ...], msgspec.Meta(max_length=_MOST_THRESHOLDS)]
+PersistState = Literal["ready", "waits", "on the way", "there", "unable"]
 _Since = Annotated[float, msgspec.Meta(ge=0, le=1 << 34)]  # Unix time
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -163,7 +164,7 @@ class Persisting(Message, frozen=True):
 
     number: _Number
     node_rank: int
-    state: Literal["ready", "waits", "on the way", "there", "unable"]
+    state: PersistState
     key: limits.KeyOrNone = 0  # the newest one saved here, or the one that is on its way
     steps_s: float = 0.0  # how fast the numbers of saved steps grow here, in steps a second
     why: limits.Line = ""
