@@ -69,11 +69,10 @@ class Status(msgspec.Struct, frozen=True):
     # nodes that an operator has drained, which the scheduler is to give to nobody
     drained: tuple[Drained, ...] = ()
     most_nodes: int = 0  # nodes that the job may have; it has fewer after it has lost some
-    ranks_file: str = (
-        ""  # the file with the rows of ranks (a msgpack list of `RankRows`); "": they are in ``nodes``
-    )
     unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
     thresholds: dict[str, str] = {}  # those that an operator has changed, by name
+    # the file with the rows of ranks (a msgpack list of `RankRows`); "": they are in ``nodes``
+    ranks_file: str = ""
 
 
 RankRows = tuple[int, tuple[RankBeat, ...]]  # node rank, rows in the order of ``Status.rank_columns``

@@ -103,12 +103,12 @@ def screen(look: Look, width: int, height: int, scroll: int = 0, *, ascii_only: 
     scroll = min(max(scroll, 0), most)
     shown = _filled(body[scroll : scroll + room], room)
     last = min(scroll + room, len(body))
-    footer = " q quits  j k and arrows scroll"
-    where = f"{scroll + 1}-{last} of {len(body)} " if most else ""
+    where = f" {scroll + 1}-{last} of {len(body)} " if most else ""
+    footer = " q quits  j k and arrows scroll"[: width - len(where)]
     lines = [
         _head_bar(look.snapshot, width),
         *shown,
-        (Piece(footer + where.rjust(width - columns_of(footer)), "bar"),),
+        (Piece(footer + where.rjust(width - len(footer)), "bar"),),
     ]
     if ascii_only:
         lines = [tuple(Piece(in_ascii(piece.text), piece.style) for piece in line) for line in lines]
