@@ -36,6 +36,7 @@ _WRONG = {
     "corrupt": "a state is wrong",
 }
 _GRAVITY = {"crash": 4, "hang": 3, "desync": 3, "corrupt": 2, "slow": 1}
+_NO_STEPS = frozenset({"hang", "crash", "desync"})
 _MOST_GROUPS, _MOST_DONE = 4, 6
 _DAY_S = 86_400.0
 
@@ -104,6 +105,14 @@ def worst_first(incidents: Sequence[Incident]) -> list[Incident]:
     """The open incidents, that which costs the job most first; of equals the newest."""
     open_ones = [one for one in incidents if one.status == "open"]
     return sorted(open_ones, key=lambda one: (-_GRAVITY[one.kind], -(one.job_slowdown or 0.0), -one.number))
+
+
+def lost_share(open_incidents: Sequence[Incident]) -> float:
+    """The share of the time that open incidents cost, 0 to 1: all of it where no step is made meanwhile."""
+    if any(one.kind in _NO_STEPS for one in open_incidents):
+        return 1.0
+    slowest = max((one.job_slowdown or 1.0 for one in open_incidents), default=1.0)
+    return max(1 - 1 / slowest, 0.0)
 
 
 def for_how_long(seconds: float) -> str:

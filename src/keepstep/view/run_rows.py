@@ -18,7 +18,7 @@ from keepstep.core.log_lines import one_line
 from keepstep.core.process_mark import is_alive
 from keepstep.core.regular_files import read_part
 from keepstep.report.incidents import incident_from_json
-from keepstep.view.incident_words import headline, worst_first
+from keepstep.view.incident_words import headline, lost_share, worst_first
 
 T = TypeVar("T")
 
@@ -29,7 +29,6 @@ _MOST_OPEN = 8  # open incidents that are read
 _SILENT_S = 30.0  # a status that is older tells of a job that has ended without a word, or is cut off
 _RECENT_S = 86_400.0  # a job that fell silent before that is no trouble of today
 _DURATION = re.compile(rb'"d":\s?(\d{1,9}(?:\.\d{1,9})?)')
-_GRAVE = frozenset({"hang", "crash", "desync"})  # no step is made meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def _row(folder: Path, now_s: float) -> RunRow:
     elif _lives(described, status, written_s, now_s):
         state = "starting" if status is None else status.state or "running"
         is_live, is_trouble = True, bool(open_ones)
-        lost = None if status is None else _lost(open_ones)
+        lost = None if status is None else lost_share(open_ones)
     else:
         state, is_trouble = "silent", now_s - heard_s < _RECENT_S
     return RunRow(
@@ -148,14 +147,6 @@ def _lives(described: _Described, status: _Status | None, written_s: float, now_
     if min(abs(now_s - written_s), abs(now_s - told_s)) <= _SILENT_S:
         return True
     return described.host == os.uname().nodename and is_alive(described.launcher)
-
-
-def _lost(open_ones: list[Incident]) -> float:
-    """The share of an iteration that open incidents cost: all of it where no step is made."""
-    if any(one.kind in _GRAVE for one in open_ones):
-        return 1.0
-    slow = [one.job_slowdown for one in open_ones if one.job_slowdown and one.job_slowdown > 1]
-    return max((1 - 1 / slowdown for slowdown in slow), default=0.0)
 
 
 def _incidents(folder: str, numbers: tuple[int, ...]) -> list[Incident]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from keepstep.view.incident_words import lost_share
 from keepstep.view.snapshot import RunSnapshot
 
 _TRAINS = ("running", "warming up", "created", "")
@@ -50,7 +51,7 @@ class Pace:
         if snapshot.newest_step < 0 or snapshot.end is not None:
             return None
         open_ones = snapshot.open_incidents
-        lost = lost_share(snapshot)
+        lost = lost_share(open_ones) if snapshot.state in _TRAINS else 1.0
         known = (snapshot.newest_step, round(lost, 3), len(open_ones))
         if known == self._last:
             return None
@@ -65,15 +66,6 @@ class Pace:
             open_incidents=len(open_ones),
             loss_now_steps=snapshot.loss_now_steps,
         )
-
-
-def lost_share(snapshot: RunSnapshot) -> float:
-    """The share of the time that is being lost: all while the job stands, what is above its pace while it is slow."""
-    open_ones = snapshot.open_incidents
-    if snapshot.state not in _TRAINS or any(one.kind in ("hang", "desync") for one in open_ones):
-        return 1.0
-    slowest = max((one.job_slowdown or 1.0 for one in open_ones), default=1.0)
-    return 1 - 1 / slowest if slowest > 1 else 0.0
 
 
 def _median(values: npt.NDArray[np.float32]) -> float | None:
