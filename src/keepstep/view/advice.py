@@ -34,7 +34,7 @@ _BY_CAUSE: tuple[tuple[str, str], ...] = (
     ("never entered", _STACK),
     ("at work", "It may go on by itself."),
     ("stuck in the kernel", "Look at storage and drivers of that node."),
-    ("stopped", "See who; `kill -CONT PID` goes on."),
+    ("stopped", "Find out who did it; `kill -CONT PID` lets it go on."),
     ("process died", "Look at the memory of the node (`dmesg`) and the launcher's log."),
     ("path broken", _HUNG_PATH),
     ("link down", _HUNG_PATH),

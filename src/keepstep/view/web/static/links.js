@@ -26,6 +26,8 @@
     tell();
   }
   const namer = (links) => { const names = new Map(links.nodes); return (node) => line(names.get(node) ?? `node ${node}`); };
+  // Nodes of a cluster begin alike: the end of a name tells which one it is.
+  const tail = (name, room) => (name.length > room ? `…${name.slice(1 - room)}` : name);
   function matrix(links) {
     const n = links.nodes.length, width = box.clientWidth, left = Math.min(Math.max(...links.nodes.map(([, name]) => name.length * 7)) + 12, width * 0.35);
     const size = Math.max(Math.min((width - left - 4) / n, 56), 9), top = n <= 10 ? 22 : 8, height = top + n * size + 4;
@@ -34,7 +36,7 @@
     const by = new Map(links.rows.map((row) => [`${row[0]} ${row[1]}`, row]));
     links.nodes.forEach(([node, name], at) => {
       if (size >= 12) drawing.append(svg("text", { x: left - 8, y: top + at * size + size / 2 + 4, class: "label", "text-anchor": "end" }, line(name).slice(0, Math.max(Math.floor(left / 7), 3))));
-      if (n <= 10) drawing.append(svg("text", { x: left + at * size + size / 2, y: top - 7, class: "tick", "text-anchor": "middle" }, line(name).slice(0, Math.max(Math.floor(size / 7), 2))));
+      if (n <= 10) drawing.append(svg("text", { x: left + at * size + size / 2, y: top - 7, class: "tick", "text-anchor": "middle" }, tail(line(name), Math.max(Math.floor(size / 7), 2))));
       for (const [other] of links.nodes) {
         const row = by.get(`${node} ${other}`), x = left + place.get(other) * size, y = top + at * size;
         const colour = row ? K.colourOf(ratioOf(row)) : null;
