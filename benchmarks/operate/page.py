@@ -25,7 +25,7 @@ from benchmarks._report import machine
 _RANKS = 131_072
 _VIEWERS = 50
 _SECONDS = 30.0
-_GOALS = {  # as issue 35 sets them
+_GOALS = {
     "first paint, s": 1.0,
     "picture with data, s": None,
     "first paint, kB on the wire": 300.0,
