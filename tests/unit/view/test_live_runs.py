@@ -10,7 +10,7 @@ from pathlib import Path
 from keepstep.view.live_runs import live_folders
 
 
-def process(proc: Path, pid: int, *words: str, cwd: str = "/work") -> None:
+def process(proc: Path, pid: int, *words: str, cwd: str = "/data") -> None:
     (proc / str(pid)).mkdir(parents=True)
     (proc / str(pid) / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
     (proc / str(pid) / "cwd").symlink_to(cwd)
