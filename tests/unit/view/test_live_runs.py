@@ -25,7 +25,7 @@ def test_folders_of_our_own_programs_each_once(tmp_path: Path) -> None:
     process(tmp_path, 6, "keepstep", "run", "--run-dir")
     (tmp_path / "7").mkdir()  # it has ended
     (tmp_path / "self").mkdir()
-    assert sorted(live_folders(tmp_path)) == [Path("/runs/a"), Path("/data/runs/b")]
+    assert sorted(live_folders(tmp_path)) == [Path("/data/runs/b"), Path("/runs/a")]
 
 
 def test_processes_of_others_are_for_root_alone(tmp_path: Path) -> None:
