@@ -33,7 +33,9 @@ COLOURS = """(id) => {
   for (let at = 0; at < data.length; at += 4) found.add(`${data[at]} ${data[at + 1]} ${data[at + 2]}`);
   return found.size;
 }"""
-SETTLED = "keepstep.heat.tile() !== null && keepstep.pictures.every((one) => one.drawn_ms !== undefined)"
+SETTLED = (  # the page's scripts may not have run yet
+    "!!window.keepstep?.heat?.tile() && keepstep.pictures.every((one) => one.drawn_ms !== undefined)"
+)
 
 
 @pytest.fixture(scope="module")
