@@ -26,7 +26,7 @@ _LAYOUTS = {1024: "tp8-dp16-pp8", 131_072: "tp8-dp256-pp64"}
 
 def measured(folder: Path, seconds: float) -> dict[str, Any]:
     """The figures of a process that follows the run in ``folder``."""
-    from keepstep.view.source import open_source
+    from keepstep.view.run_source import open_source
 
     source = open_source(folder, from_folder=True)
     began_s = time.thread_time()

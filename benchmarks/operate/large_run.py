@@ -14,8 +14,8 @@ import numpy as np
 
 from keepstep.core.incident import Culprit, Event, Incident
 from keepstep.core.layout import ParallelLayout
+from keepstep.view.run_snapshot import LinkRate, NodeView, RankTable, RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
 from keepstep.view.tiles import row_order
 from keepstep.view.web.access import Access
 from keepstep.view.web.app import Served, make_app, metrics_of_this_install

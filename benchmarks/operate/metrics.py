@@ -20,8 +20,8 @@ from tests.unit.view.fake_snapshots import incident, snapshot, story, with_crash
 from benchmarks._report import Line, Report
 from benchmarks.operate.fake_runs import make_run
 from keepstep.view.metrics import SeriesMemory, exposition
-from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.source import open_source
+from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_source import open_source
 
 RANKS, MOST_BYTES, MOST_S, MOST_ALARM_S = 131_072, 200_000, 0.05, 10.0
 SCRAPES, ALARMS, VERDICT_UNSEEN_S = 40, 8, 1.0

@@ -15,7 +15,7 @@ from tests.e2e.test_election import controllers, start
 from tests.e2e.test_reforming import PATIENCE_S, until
 from tests.e2e.testbed import HOURS
 
-from keepstep.view.link_table import read_paths
+from keepstep.view.node_links import read_paths
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 

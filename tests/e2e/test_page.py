@@ -14,7 +14,7 @@ from tests.unit.view.web.test_access import TOKEN
 from tests.unit.view.web.test_gate import HOSTILE
 
 from keepstep.core.incident import Culprit
-from keepstep.view.snapshot import NodeView
+from keepstep.view.run_snapshot import NodeView
 from keepstep.view.web.access import Access
 from keepstep.view.web.one_file import page_in_one_file
 

@@ -25,8 +25,8 @@ from tests.unit.view.fake_snapshots import (
 )
 
 from keepstep.view.metrics import SeriesMemory, exposition
-from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.source import open_source
+from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_source import open_source
 
 pytestmark = [
     pytest.mark.e2e,

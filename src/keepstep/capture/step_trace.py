@@ -28,7 +28,7 @@ from keepstep.ring.orders import KNOCK, Word
 if TYPE_CHECKING:
     from keepstep.ring.orders import OrdersPage
 
-MOST_BYTES = 256 << 20  # of the file
+MOST_BYTES = 256 << 20  # the longest file of a trace
 _LEAST_FREE_BYTES = 1 << 30  # on the disk, to begin with
 _CHUNK_BYTES = 1 << 20
 _GZIP_LEVEL = 3
@@ -235,7 +235,7 @@ class StepTrace:
                     os.unlink(left)
 
     def _report(self, state: str, *, why: str = "", file: str = "", nbytes: int = 0) -> None:
-        why = why[:200].encode("ascii", "replace").decode()  # there is little room on the page
+        why = why[:200].encode("ascii", "replace").decode()  # because the page has little room
         body = {"state": state, "step": self.first_step, "file": file, "nbytes": nbytes, "why": why}
         with suppress(Exception):  # the page may be gone, as where another incarnation begins
             self._page.traced.put(self._order.number * _STATES + self._reports, body)

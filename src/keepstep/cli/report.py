@@ -95,7 +95,7 @@ def _draw(run: Run, incidents: list[Incident], out: Path) -> None:
 
 
 def _write_page(run: Run, name: str, out: Path) -> None:
-    from keepstep.view.source import open_source
+    from keepstep.view.run_source import open_source
     from keepstep.view.web.one_file import page_in_one_file
 
     with contextlib.closing(open_source(run.path)) as source:

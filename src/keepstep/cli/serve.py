@@ -18,7 +18,7 @@ from keepstep.core.errors import UsageError
 from keepstep.core.log_lines import one_line
 from keepstep.traces import open_run
 from keepstep.view.notify import starting
-from keepstep.view.source import RunSource, open_source
+from keepstep.view.run_source import RunSource, open_source
 
 if TYPE_CHECKING:
     import socket

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         import curses
 
-        from keepstep.view.source import open_source
+        from keepstep.view.run_source import open_source
         from keepstep.view.top_program import run_top
     except ImportError as error:
         raise RunError(f"this Python has no curses ({error}); {elsewhere}") from error

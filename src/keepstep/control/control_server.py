@@ -294,7 +294,7 @@ class ControlServer:
     def _status_tried(self, error: OSError | None) -> None:
         """Called in the writer's thread."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # it was given up, and the loop has ended
+        with contextlib.suppress(RuntimeError):  # because whoever waited has given up, and the loop has ended
             self._loop.call_soon_threadsafe(self._status_written, error)
 
     def _status_written(self, error: OSError | None) -> None:

@@ -17,9 +17,11 @@ from keepstep.wire.messages import Follow, Followed, Message, Moved, Overview, P
 from keepstep.wire.messages.looking import MOST_INCIDENTS
 
 _MOST_NODES = 1024  # nodes in one answer, few enough that the controller's loop stands still for milliseconds
-_MOST_BYTES = 4 << 20  # of the rows in one answer, above which no more nodes are added; also of its incidents
-_MOST_NODE_BYTES = 1 << 20  # of one node's rows; more are of a faulty agent and left out
-_FEW_NODES, _FEW_PATHS = 1024, 8  # of jobs with more nodes, so many of the busiest paths of each are told
+_MOST_BYTES = (
+    4 << 20
+)  # when an answer has so many bytes of rows, no more nodes are added; its incidents likewise
+_MOST_NODE_BYTES = 1 << 20  # a node with more bytes of rows has a faulty agent: they are left out
+_FEW_NODES, _FEW_PATHS = 1024, 8  # a job with more nodes tells only the busiest paths of each
 _encode = msgspec.msgpack.encode
 
 

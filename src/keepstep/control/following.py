@@ -13,7 +13,7 @@ from keepstep.wire.violation import Violation
 logger = logging.getLogger("keepstep.control")
 
 _REFUSAL = f"{MOST_VIEWERS} viewers look at this job, and no more may: close one of them"
-_SHARE = 0.025  # of a core that answers take at most, those of all viewers together
+_SHARE = 0.025  # the share of a core that the answers to all viewers together may take
 _SAVED_S = 5.0  # the share of so many seconds may be used at once, as for all pages of a large job
 _UNREAD_S = 30.0  # time after which a viewer has to have read its answer
 

@@ -22,7 +22,7 @@ MOST_LEASE_S = 10.0  # the longest lease of a hold, whatever was ordered
 _MAGIC = 0x4B53_4F52_4445_5231  # "KSORDER1"
 _TESTS, _REPORT, _SHARES, _SPLIT = 4096, 36864, 65536, 245_760  # where each body begins
 _TRACE, _TRACED = 1024, 2560
-KNOCK = (1 << 64) - 1  # in the place of a hold's number: no hold, but the rank is to look at the page
+KNOCK = (1 << 64) - 1  # stands in a hold's place and is none: the rank is to look at the page
 
 
 class Word(IntEnum):

@@ -20,7 +20,7 @@ from keepstep.core.regular_files import open_regular, read_regular
 from keepstep.core.summary import IterationSummary
 
 RANKS_FILE = "ranks.msgpack"  # the rows of ranks that are not in ``status.json``: a list of [node rank, rows]
-_MOST_BYTES = 64 << 20  # of one file
+_MOST_BYTES = 64 << 20  # the longest file that is read
 _LONGEST_LINE = 4 << 20
 _MOST_LOG_BYTES = 80 << 20  # of one log of iterations, which agents keep below 64 MiB
 _MOST_RANKS = 1 << 20
@@ -48,7 +48,9 @@ class Run:
         found = _read_json(self.path / "status.json")
         if found and found.get("ranks_file") == RANKS_FILE:
             rows = dict(_read(self.path / RANKS_FILE, _ROWS.decode, "msgpack") or ())
-            with suppress(LookupError, TypeError, AttributeError):  # who shows it says that it was edited
+            with suppress(
+                LookupError, TypeError, AttributeError
+            ):  # because whoever shows it says that it was edited
                 for node in found["nodes"]:
                     node["ranks"] = rows.get(node["node_rank"], [])
         return found

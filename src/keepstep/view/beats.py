@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from keepstep.view.run_snapshot import RankTable
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RankTable
 
 _MOST_RANKS = 1 << 20
 

@@ -51,7 +51,9 @@ class Column:
         self.iteration_s = 0.0  # medians of reports, each times its samples
         self.rank_s = self.own_s = 0.0  # sums over samples: iterations, and own times in them
         self.start_unix_s = math.inf
-        self.medians: tuple[RowOrder, int, Codes] | None = None  # of peers, and of which version
+        self.medians: tuple[RowOrder, int, Codes] | None = (
+            None  # the peers' medians, and of which version they are
+        )
 
     def absorb(self, later: Column) -> None:
         """Become one with the next column, unless that has only steps which this one's incarnation has not reached."""

@@ -20,10 +20,10 @@ from keepstep.traces.runs import RANKS_FILE
 from keepstep.view.beats import BeatIntake
 from keepstep.view.follower import LiveView
 from keepstep.view.incident_files import IncidentFiles
-from keepstep.view.link_table import links_between
 from keepstep.view.node_files import NodeFiles
+from keepstep.view.node_links import links_between
+from keepstep.view.run_snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
 from keepstep.view.samples import MOST_RANKS, SampleStore
-from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
 from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, read_status
 from keepstep.view.step_files import Iterations, joined
 from keepstep.view.tiles import row_order

@@ -21,9 +21,9 @@ from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import incident_from_json
 from keepstep.traces import Run
 from keepstep.view.controller_of import ControllerOf, controller_of
-from keepstep.view.link_table import links_between
+from keepstep.view.node_links import links_between
 from keepstep.view.rank_table import rank_table
-from keepstep.view.snapshot import LinkRate, RankTable
+from keepstep.view.run_snapshot import LinkRate, RankTable
 from keepstep.wire.blocking import BlockingConnection
 from keepstep.wire.violation import Violation
 

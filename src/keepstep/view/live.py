@@ -11,8 +11,8 @@ from keepstep.core.errors import KeepstepError
 from keepstep.traces import Run
 from keepstep.view.folder import FolderSource, Times, Told, pause_s
 from keepstep.view.follower import Follower
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RunSnapshot
 from keepstep.view.status_rows import status_from
 
 _PATIENCE_S = 5.0

@@ -26,8 +26,8 @@ from keepstep.view.metric_table import (
 )
 from keepstep.view.named_series import NamedSeries
 from keepstep.view.rank_metrics import pace_s, put_ranks, single_ranks, usual_pace_s
+from keepstep.view.run_snapshot import NodeView, RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import NodeView, RunSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.core.regular_files import read_regular
-from keepstep.view.link_table import PATHS_FILE, read_paths
+from keepstep.view.node_links import PATHS_FILE, read_paths
 from keepstep.view.status_rows import CheckpointState
 from keepstep.view.step_files import Iterations, SeenFile, StepFiles, files_of_iterations
 from keepstep.wire.messages import PathRate

@@ -18,8 +18,8 @@ from keepstep.view.metric_table import (
     SLOW_RATIO,
 )
 from keepstep.view.named_series import NamedSeries
+from keepstep.view.run_snapshot import RankTable, RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RankTable, RunSnapshot
 
 _Floats = npt.NDArray[np.float32]
 _MOST_STAGES = 256

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.view.snapshot import RankTable
+from keepstep.view.run_snapshot import RankTable
 from keepstep.wire.messages import RankBeat
 
 _MOST_RANKS, _MOST_STEPS, _MOST_CODE = 1 << 20, 1 << 53, 1 << 15

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from keepstep.view.rank_table import joined, rank_table
-from keepstep.view.snapshot import NodeView, RankTable
+from keepstep.view.run_snapshot import NodeView, RankTable
 from keepstep.wire.messages import RankBeat
 
 _COLUMNS = RankBeat.__struct_fields__

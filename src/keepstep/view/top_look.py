@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from keepstep.view.source import RunSource
+from keepstep.view.run_source import RunSource
 from keepstep.view.tiles import Ranks, Tile, ratios
 from keepstep.view.top_screen import Heat, Look
 from keepstep.view.words import answer

@@ -12,7 +12,7 @@ import time
 from collections.abc import Generator, Iterator
 from types import FrameType
 
-from keepstep.view.source import RunSource
+from keepstep.view.run_source import RunSource
 from keepstep.view.top_look import look_at
 from keepstep.view.top_screen import Look, Piece, Screen, Style, screen
 

@@ -17,7 +17,7 @@ from keepstep.core.events import phase_title
 from keepstep.core.log_lines import one_line
 from keepstep.report.wording import closing, seconds
 from keepstep.view.incident_words import Answer, Mood, for_how_long, headline
-from keepstep.view.snapshot import LinkRate, NodeView, RunSnapshot
+from keepstep.view.run_snapshot import LinkRate, NodeView, RunSnapshot
 from keepstep.view.terminal_text import columns_of, fitted, in_ascii, wrapped
 from keepstep.view.worst_ranks import own_time_ratios, worst_ranks
 

@@ -21,7 +21,7 @@ from keepstep.view.incident_words import (
     headline,
     worst_first,
 )
-from keepstep.view.snapshot import RunEnd, RunSnapshot
+from keepstep.view.run_snapshot import RunEnd, RunSnapshot
 
 __all__ = ["Answer", "Mood", "Step", "answer", "answer_about", "for_how_long", "headline", "worst_first"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.view.snapshot import RankTable
+from keepstep.view.run_snapshot import RankTable
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ import pytest
 
 from keepstep.agent.for_viewers import ForViewers
 from keepstep.agent.sensors.network import NetworkSensors
-from keepstep.view.link_table import read_paths
+from keepstep.view.node_links import read_paths
 from keepstep.wire.messages import Heartbeat, KeptSteps
 
 PATHS = {("10.0.0.1", "10.0.0.2"): (1 << 20, 0.5)}

@@ -8,7 +8,7 @@ import numpy as np
 
 from keepstep.core.events import Phase
 from keepstep.core.incident import Action, Culprit, Event, FailureCause, Incident, Link, SpokenLine
-from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
+from keepstep.view.run_snapshot import LinkRate, NodeView, RankTable, RunSnapshot
 
 NOW_S = 1_800_000_000.0  # 2027-01-15 08:00:00 UTC
 

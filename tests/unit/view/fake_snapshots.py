@@ -8,7 +8,7 @@ import numpy as np
 
 from keepstep.core.incident import Action, Culprit, Event, FailureCause, Incident, Link, Recovery
 from keepstep.core.layout import ParallelLayout
-from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
+from keepstep.view.run_snapshot import LinkRate, NodeView, RankTable, RunEnd, RunSnapshot
 
 HOSTILE = '<script>alert("x")</script>\n\x1b[31m{run="other"} \\'
 BEGAN_S = 1_700_000_000.0

@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 
 from keepstep.view.beats import BeatIntake
+from keepstep.view.run_snapshot import RankTable
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RankTable
 
 
 def table(step: list[int], own_s: float = 0.5) -> RankTable:

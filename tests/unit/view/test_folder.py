@@ -14,7 +14,7 @@ from keepstep.core.process_mark import process_mark
 from keepstep.report.incidents import incident_to_json
 from keepstep.traces import open_run
 from keepstep.view.folder import FolderSource, Times
-from keepstep.view.source import open_source
+from keepstep.view.run_source import open_source
 
 
 def look(folder: Path) -> FolderSource:

@@ -13,7 +13,7 @@ from keepstep import wire
 from keepstep.traces import Run
 from keepstep.view.folder import Times
 from keepstep.view.live import LiveSource
-from keepstep.view.source import open_source
+from keepstep.view.run_source import open_source
 
 
 def describe(run: Path, port: int) -> None:

@@ -28,8 +28,8 @@ from keepstep.core.incident import Culprit
 from keepstep.view.metric_table import METRICS, MOST_INCIDENTS, PERCENTILES, SECTIONS
 from keepstep.view.metrics import STATES, SeriesMemory, exposition
 from keepstep.view.named_series import NamedSeries
+from keepstep.view.run_snapshot import NodeView, RunEnd, RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import NodeView, RunEnd, RunSnapshot
 
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 SUFFIXES = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}

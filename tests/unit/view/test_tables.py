@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from keepstep.view.link_table import links_between, read_paths
+from keepstep.view.node_links import links_between, read_paths
 from keepstep.view.rank_table import joined, rank_table
 from keepstep.wire.messages import PathRate, RankBeat
 

@@ -15,7 +15,7 @@ from tests.effort import many
 from tests.unit.view.example_runs import CRASH, HANG, NOW_S, SLOW, SLOW_LINK, run, table
 
 from keepstep.core.incident import Culprit
-from keepstep.view.snapshot import NodeView, RunEnd, RunSnapshot
+from keepstep.view.run_snapshot import NodeView, RunEnd, RunSnapshot
 from keepstep.view.terminal_text import columns_of
 from keepstep.view.top_screen import Heat, Look, screen
 from keepstep.view.words import answer

@@ -13,7 +13,7 @@ from tests.unit.view.example_runs import CRASH, HANG, NOW_S, SLOW, SLOW_LINK, ru
 
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.view import advice
-from keepstep.view.snapshot import NodeView, RunEnd
+from keepstep.view.run_snapshot import NodeView, RunEnd
 from keepstep.view.words import answer, answer_about, for_how_long, worst_first
 
 ROOT = Path(__file__).parents[3]

@@ -42,7 +42,7 @@ class Register:
         self.now_s = 0.0  # the time of the last tick
         self.recent: dict[int, Incident] = {}  # the last incidents by number, each as it was published last
         self.version = 0  # how many changes of incidents there were
-        self._versions: dict[int, int] = {}  # of the last incidents, by number
+        self._versions: dict[int, int] = {}  # by incident number: when it changed last
         self._settings, self._cluster, self._reforming = settings, cluster, reforming
         self._talk = Talk()
         self._effects, self._unix_s = effects, unix_s

@@ -18,7 +18,7 @@ logger = logging.getLogger("keepstep.control")
 TRACE_S = 60.0  # a trace ends by itself at the first step after so long
 _WRITE_S = 300.0  # longest wait for the files after that, whatever the operator waits for
 _AGAIN_S = 1.0  # how often an order is repeated to a node that has not answered
-_SETTLE_S = 5.0  # so long after a trace, slowness is not told unless it lasts
+_SETTLE_S = 5.0  # seconds after a trace in which slowness is told only if it lasts
 _SETTLE_STEPS = 8
 _OVER = ("written", "failed")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.view.notify.told import Flap
+from keepstep.view.notify.told_state import Flap
 
 _MOST_KEYS = 1000
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from keepstep.core.incident import Incident
 from keepstep.report.wording import done
 from keepstep.view.notify.notice import What, plain
-from keepstep.view.notify.told import Folded
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.notify.told_state import Folded
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.words import Answer, answer, answer_about, for_how_long, headline
 
 _MOST_LINES = 24

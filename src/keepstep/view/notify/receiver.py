@@ -15,9 +15,9 @@ from dataclasses import replace
 from keepstep.view.notify.delivery import NotDeliveredError
 from keepstep.view.notify.notice import Notice
 from keepstep.view.notify.telling import Notices, Rules
-from keepstep.view.notify.told import Told
 from keepstep.view.notify.told_file import ToldFile
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.notify.told_state import Told
+from keepstep.view.run_snapshot import RunSnapshot
 
 Send = Callable[[Notice], None]
 Say = Callable[[str], None]

@@ -26,8 +26,8 @@ from keepstep.view.notify.told_file import ToldFile, folders_for
 from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_feed import TrackerFeed
 from keepstep.view.notify.tracker_process import COMMAND, TrackerProcess
-from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.source import RunSource
+from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_source import RunSource
 
 _CLOSE_S = 8.0
 _TRACKER_TEST_S = 90.0

@@ -21,8 +21,8 @@ from keepstep.view.notify.notice import (
     plain,
     severity_of,
 )
-from keepstep.view.notify.told import Folded, Told, ToldIncident
-from keepstep.view.snapshot import RunEnd, RunSnapshot
+from keepstep.view.notify.told_state import Folded, Told, ToldIncident
+from keepstep.view.run_snapshot import RunEnd, RunSnapshot
 
 # Waits before a changed verdict of one incident is told again, in seconds: a verdict that wavers is told rarely.
 _CHANGE_WAITS_S = (0.0, 60.0, 600.0, 3600.0)

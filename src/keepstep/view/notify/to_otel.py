@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from keepstep.view.notify.notice import Notice
-from keepstep.view.notify.pace import PacePoint
+from keepstep.view.notify.pace_series import PacePoint
 from keepstep.view.notify.tracker import TrackerOptions
 
 _UNITS = {

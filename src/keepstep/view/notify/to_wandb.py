@@ -8,7 +8,7 @@ from typing import Any
 
 from keepstep.view.notify.mailing import text_lines
 from keepstep.view.notify.notice import Notice
-from keepstep.view.notify.pace import PacePoint
+from keepstep.view.notify.pace_series import PacePoint
 from keepstep.view.notify.tracker import TrackerOptions
 
 

@@ -13,7 +13,7 @@ from keepstep.core.errors import RunError
 from keepstep.core.home import home_folder
 from keepstep.core.own_folders import make_folder, open_file, write_whole
 from keepstep.core.regular_files import read_regular
-from keepstep.view.notify.told import Told, told_from_json, told_to_json
+from keepstep.view.notify.told_state import Told, told_from_json, told_to_json
 
 _MOST_BYTES = 64 << 20
 

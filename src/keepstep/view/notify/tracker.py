@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from keepstep.view.notify.notice import Notice
-from keepstep.view.notify.pace import PacePoint
+from keepstep.view.notify.pace_series import PacePoint
 
 
 class Tracker(Protocol):

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from keepstep.view.notify.pace import Pace
+from keepstep.view.notify.pace_series import Pace
 from keepstep.view.notify.receiver import Say
 from keepstep.view.notify.telling import Notices, Rules
 from keepstep.view.notify.told_file import ToldFile
 from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_process import TrackerProcess
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot
 
 
 class TrackerFeed:

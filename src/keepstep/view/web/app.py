@@ -20,8 +20,8 @@ from starlette.routing import Route
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import one_line
 from keepstep.report.verdict import render
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RunSnapshot
 from keepstep.view.web.access import Access
 from keepstep.view.web.feed import Feed
 from keepstep.view.web.gate import LOGIN, App, Gate

@@ -16,8 +16,8 @@ import msgspec
 
 from keepstep.core.errors import KeepstepError
 from keepstep.core.log_lines import one_line
-from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.source import RunSource
+from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_source import RunSource
 from keepstep.view.web.heat import HeatMap, heat_of, heat_section, pace_section
 from keepstep.view.web.page_content import page_content, words_content
 from keepstep.view.words import answer

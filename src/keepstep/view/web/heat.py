@@ -19,8 +19,8 @@ import numpy as np
 
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.ranges import fold_ranks
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RunSnapshot
 from keepstep.view.web.page_content import cut
 
 Made = TypeVar("Made")

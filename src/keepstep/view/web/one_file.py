@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from keepstep.view.snapshot import RunSnapshot
-from keepstep.view.source import RunSource
+from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_source import RunSource
 from keepstep.view.web.feed import content_of
 from keepstep.view.web.heat import heat_of
 from keepstep.view.web.pipeline_bars import pipeline_content

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from keepstep.core.events import Phase
 from keepstep.core.incident import Action, Culprit, Incident
 from keepstep.core.ranges import fold_ranks
-from keepstep.view.snapshot import LinkRate, NodeView, RankTable, RunSnapshot
+from keepstep.view.run_snapshot import LinkRate, NodeView, RankTable, RunSnapshot
 from keepstep.view.words import Answer
 from keepstep.view.worst_ranks import own_time_ratios, worst_ranks
 

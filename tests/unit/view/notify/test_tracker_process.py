@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tests.unit.view.notify.told_runs import START_S, seen, slow
 
-from keepstep.view.notify.pace import Pace, PacePoint
+from keepstep.view.notify.pace_series import Pace, PacePoint
 from keepstep.view.notify.tracker import TrackerOptions, TrackerOrder
 from keepstep.view.notify.tracker_process import TrackerProcess
 

@@ -14,7 +14,7 @@ from tests.unit.view.notify.receiving import web
 from tests.unit.view.notify.told_runs import START_S, Look, over, seen, slow
 
 from keepstep.view.notify.notice import Notice
-from keepstep.view.notify.pace import PacePoint
+from keepstep.view.notify.pace_series import PacePoint
 from keepstep.view.notify.receivers import Track, read_receivers
 from keepstep.view.notify.tracker import TrackerOptions, TrackerOrder
 from keepstep.view.notify.tracker_process import TrackerProcess

@@ -8,8 +8,8 @@ from typing import Any
 from keepstep.core.incident import Action, Confidence, Culprit, Incident
 from keepstep.view.notify.notice import Notice
 from keepstep.view.notify.telling import Notices, Rules
-from keepstep.view.notify.told import Told, told_from_json, told_to_json
-from keepstep.view.snapshot import RunEnd, RunSnapshot
+from keepstep.view.notify.told_state import Told, told_from_json, told_to_json
+from keepstep.view.run_snapshot import RunEnd, RunSnapshot
 
 START_S = 1_700_000_000.0
 LOOSE = Rules(at_once=1000, per_hour=1e9, flapping_times=1000)

@@ -10,7 +10,7 @@ from typing import Any
 from tests.unit.view.web.served_run import SLOW, MadeRun
 
 from keepstep.core.errors import RunError
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.web.feed import Feed, changed_sections
 
 

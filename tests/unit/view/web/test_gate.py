@@ -12,7 +12,7 @@ from tests.unit.view.web.served_run import CRASH, SLOW, MadeRun, serving
 from tests.unit.view.web.test_access import TOKEN
 
 from keepstep.core.incident import Culprit
-from keepstep.view.snapshot import NodeView
+from keepstep.view.run_snapshot import NodeView
 from keepstep.view.web.access import Access
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\nnode \u202e </textarea>"

@@ -12,7 +12,7 @@ import numpy as np
 from tests.unit.view.web.served_run import CRASH, SLOW, MadeRun
 
 from keepstep.core.incident import Culprit, Event, Link
-from keepstep.view.snapshot import LinkRate, NodeView, RunSnapshot
+from keepstep.view.run_snapshot import LinkRate, NodeView, RunSnapshot
 from keepstep.view.web.page_content import page_content, shown_incidents
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.view.web.served_run import MadeRun, serving
 
 from keepstep.core.errors import RunError
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.web.feed import Feed
 from keepstep.view.web.serving import Address, bound_socket
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.view.incident_words import lost_share
-from keepstep.view.snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot
 
 _TRAINS = ("running", "warming up", "created", "")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.core.regular_files import read_regular
-from keepstep.view.snapshot import LinkRate, RankTable
+from keepstep.view.run_snapshot import LinkRate, RankTable
 from keepstep.wire.messages import PathRate
 
 PATHS_FILE = "links.json"

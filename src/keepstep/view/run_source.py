@@ -9,8 +9,8 @@ from keepstep.core.errors import RunError
 from keepstep.traces import Run, open_run
 from keepstep.view.folder import FolderSource
 from keepstep.view.live import LiveSource
+from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.samples import SampleStore
-from keepstep.view.snapshot import RunSnapshot
 
 
 class RunSource(Protocol):
