@@ -68,11 +68,12 @@ class Seen:
 
 def until(page: Any, expression: str) -> None:
     """Wait until it is true. Chromium's own way is an ``eval`` in the page, which its policy forbids."""
-    for _ in range(600):
+    for _ in range(1200):
         if page.evaluate(expression):
             return
         page.wait_for_timeout(50)
-    raise AssertionError(expression)
+    drawn = "window.keepstep && [JSON.stringify(keepstep.heat?.tile()), keepstep.pictures.map((one) => one.drawn_ms)]"
+    raise AssertionError(f"{expression}, but {page.evaluate(drawn)}")
 
 
 @pytest.fixture

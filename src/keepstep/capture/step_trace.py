@@ -215,24 +215,26 @@ class StepTrace:
         path = os.path.join(self._order.folder, name)
         plain, packed = f"{path}.{os.getpid()}.json", f"{path}.{os.getpid()}.part"
         try:
-            results.save(plain)
-            if not _is_whole(plain):
-                self._report("failed", why="the profiler has not written all of the file: is the disk full?")
-                return
-            nbytes = _pack(plain, packed)
-            if nbytes > MOST_BYTES:
-                self._report(
-                    "failed", why=f"the file is larger than {MOST_BYTES >> 20} MiB: trace fewer steps"
-                )
-                return
-            os.replace(packed, path)
-            self._report("written", file=f"traces/{name}", nbytes=nbytes)
+            told = self._written(results, plain, packed, path)
         except Exception as error:
-            self._report("failed", why=f"the file cannot be written: {_in_a_line(error)}")
-        finally:
-            for left in (plain, packed):
-                with suppress(OSError):
-                    os.unlink(left)
+            told = {"state": "failed", "why": f"the file cannot be written: {_in_a_line(error)}"}
+        for left in (plain, packed):  # before it is told, so that who is told finds nothing half-done
+            with suppress(OSError):
+                os.unlink(left)
+        self._report(**told)
+
+    def _written(self, results: Any, plain: str, packed: str, path: str) -> dict[str, Any]:
+        """Write the file under names of its own first; what is to be reported."""
+        results.save(plain)
+        if not _is_whole(plain):
+            why = "the profiler has not written all of the file: is the disk full?"
+            return {"state": "failed", "why": why}
+        nbytes = _pack(plain, packed)
+        if nbytes > MOST_BYTES:
+            why = f"the file is larger than {MOST_BYTES >> 20} MiB: trace fewer steps"
+            return {"state": "failed", "why": why}
+        os.replace(packed, path)
+        return {"state": "written", "file": f"traces/{os.path.basename(path)}", "nbytes": nbytes}
 
     def _report(self, state: str, *, why: str = "", file: str = "", nbytes: int = 0) -> None:
         why = why[:200].encode("ascii", "replace").decode()  # because the page has little room

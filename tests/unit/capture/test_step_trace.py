@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,13 +123,16 @@ def test_iterations_of_several_optimizer_steps_are_counted_as_one(trainer: Train
     trainer.until(1, "written")
 
 
-def test_it_ends_by_itself_when_its_time_is_over_though_the_agent_has_gone(trainer: Trainer) -> None:
-    trainer.order(1, steps=50, for_s=0.3)
+def test_it_ends_by_itself_when_its_time_is_over_though_the_agent_has_gone(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.order(1, steps=50, for_s=600.0)
     trainer.step(1)
     trainer.page.knock(False)
     trainer.step(1)
     assert trainer.told(1)["state"] == "tracing"
-    time.sleep(0.35)
+    later_ns = time.monotonic_ns() + int(601e9)
+    monkeypatch.setattr(step_trace, "time", SimpleNamespace(monotonic_ns=lambda: later_ns))
     trainer.step(1)
     trainer.until(1, "written")
 

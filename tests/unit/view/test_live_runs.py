@@ -37,7 +37,9 @@ def test_processes_of_others_are_for_root_alone(tmp_path: Path) -> None:
 
 
 def test_a_real_process() -> None:
-    words = [sys.executable, "-c", "input()", "keepstep.agent", "--run-dir", "/runs/of-a-test"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
+    words = [sys.executable, "-c", "input('there ')", "keepstep.agent", "--run-dir", "/runs/of-a-test"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(5) == b"there"  # its command line is set by now
         assert Path("/runs/of-a-test") in live_folders()
         child.communicate(b"\n")

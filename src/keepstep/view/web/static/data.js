@@ -3,7 +3,7 @@
 (() => {
   const K = window.keepstep;
   const MOST_INCIDENTS = 120;
-  const SILENT_MS = 20000, AGAIN_MS = 3000;
+  const SILENT_MS = 20000, AGAIN_MS = 3000, LONGEST_MS = 30000;
   const embedded = document.getElementById("embedded");
   const listeners = { link: () => {} };
   let source = null, retry = null, heardAt = Date.now(), lostAt = null;
@@ -44,7 +44,8 @@
   }
 
   async function ask(path) {
-    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", redirect: "error" });
+    const answer = await fetch(path, { credentials: "same-origin", cache: "no-store", redirect: "error",
+      signal: AbortSignal.timeout(LONGEST_MS) });
     if (!answer.ok) throw Object.assign(new Error(`${answer.status}`), { status: answer.status });
     return answer;
   }

@@ -3,10 +3,10 @@
 (() => {
   const K = window.keepstep, { el, line } = K;
   const MOST_ROWS = 256, LEFT = 64, BOTTOM = 26, TOP = 16, MAGIC = 0x3154534b; // "KST1"
-  const HEIGHT = 340;
+  const HEIGHT = 340, AGAIN_MS = 3000;
   const box = document.getElementById("heat");
   const view = { mode: "own", row0: 0, row1: 0, column0: 0, column1: 0, follows: true };
-  let tile = null, cursor = null, drag = null, asking = false, again = false, cellTimer = null, known = null;
+  let tile = null, cursor = null, drag = null, asking = false, again = false, cellTimer = null, known = null, retry = null;
 
   const canvas = el("canvas", { tabindex: 0, role: "application", "aria-roledescription": "heat map", "aria-label":
     "Ranks by steps", "aria-describedby": "heat-keys heat-tells" });
@@ -79,7 +79,10 @@
         if (part.rows === tile.rows) tile = { ...joined(tile, part, from), ...asked };
         else tile = { ...await fetched(view.column0, view.column1), ...asked };
       } else tile = { ...await fetched(view.column0, view.column1), ...asked };
-    } catch { /* the link to the server is told of elsewhere; the picture stays as it was */ }
+    } catch { // the link to the server is told of elsewhere; the picture stays as it was until this succeeds
+      clearTimeout(retry);
+      retry = setTimeout(ask, AGAIN_MS);
+    }
     asking = false;
     K.redraw(picture);
     if (again) { again = false; ask(); }
