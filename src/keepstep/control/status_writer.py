@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import msgspec
 
 from keepstep.control.run_status import RankRows, Status, packed_list
 from keepstep.core.own_folders import write_whole
+
+logger = logging.getLogger("keepstep.control")
 
 Write = Callable[[], None]
 
@@ -61,6 +64,8 @@ def _error_of(write: Write) -> OSError | None:
         write()
     except OSError as error:
         return error
+    except Exception:
+        logger.exception("status.json is not written, by an error of keepstep itself")
     return None
 
 

@@ -292,6 +292,8 @@ class FolderSource:
                 max(node.sealed_step, node.backed_up_step, node.stored_step) >= 0 for node in known.nodes
             ),
             backup_trouble=status.backups.trouble if status.backups else "",
+            unwatched_since_unix_s=status.unwatched_since_unix_s,
+            thresholds=status.thresholds,
             troubles=(
                 *(one.trouble for one in self._files.values() if one.trouble),
                 *self._incidents.troubles,

@@ -61,6 +61,7 @@ SECTIONS = (
             ),
             _gauge("job_state", _FLAG, "1 for the state that the job is in, 0 for all others.", "state"),
             _gauge("job_state_seconds", "seconds", "How long the job has been in its state."),
+            _gauge("job_watched", _FLAG, "0 while an operator has the job not watched; see `keepstep ctl`."),
             _gauge("job_start_timestamp_seconds", _UNIX, "When the job was started; absent if unknown."),
             _gauge("job_exit_code", "exit code", "Exit code of the job; absent until it has ended."),
             _gauge("job_end_info", "1", "How the job ended; absent until it has.", "category"),

@@ -117,6 +117,7 @@ def _put_job(rows: MetricRows, snapshot: RunSnapshot, memory: SeriesMemory) -> N
     for one in STATES:
         rows.put("keepstep_job_state", one == state, one)
     rows.put("keepstep_job_state_seconds", snapshot.state_s)
+    rows.put("keepstep_job_watched", not snapshot.unwatched_since_unix_s)
     if snapshot.started_unix_s > 0:
         rows.put("keepstep_job_start_timestamp_seconds", snapshot.started_unix_s)
     if snapshot.end is not None:

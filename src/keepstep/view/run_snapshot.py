@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -94,6 +94,8 @@ class RunSnapshot:
     links: tuple[LinkRate, ...] = ()
     has_checkpoints: bool = False
     backup_trouble: str = ""  # why the backup makes no progress
+    unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
+    thresholds: Mapping[str, str] = field(default_factory=dict[str, str])  # changed by an operator, by name
     troubles: tuple[str, ...] = ()  # what could not be read, a line each
 
     @property

@@ -54,6 +54,8 @@ class StatusRows(msgspec.Struct):
     state_s: float = 0.0
     most_nodes: int = 0
     ranks_file: str = ""
+    unwatched_since_unix_s: float = 0.0
+    thresholds: dict[str, str] = {}
 
 
 class CheckpointState(msgspec.Struct):

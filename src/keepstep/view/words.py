@@ -149,6 +149,13 @@ def _of_no_incident(snapshot: RunSnapshot, run: str, notes: Sequence[str]) -> An
     if not snapshot.state:
         told = "no status yet: the controller writes it within a second of the job's start"
         return Answer("changing", told, notes=tuple(notes))
+    if snapshot.unwatched_since_unix_s:
+        at = "" if step < 0 else f": step {step}"
+        return Answer(
+            "unknown", f"an operator has it not watched{at}, no verdicts, no remedies",
+            since=clean(clock(snapshot.unwatched_since_unix_s, snapshot.unix_s)), notes=tuple(notes), others=others,
+            advice=(command("when it is to be watched again", "ctl", run, "watch", "on"),),
+        )  # fmt: skip
     unwatched = 0 if snapshot.ranks is None else int((~snapshot.ranks.is_watched).sum())
     told = "healthy" if step < 0 else f"healthy: step {step}, nothing is wrong"
     if unwatched:
@@ -159,6 +166,12 @@ def _of_no_incident(snapshot: RunSnapshot, run: str, notes: Sequence[str]) -> An
 def _notes(snapshot: RunSnapshot) -> list[str]:
     """What is not as it should be beside incidents, each once."""
     told: list[str] = []
+    if snapshot.end is None and snapshot.unwatched_since_unix_s:
+        since = clock(snapshot.unwatched_since_unix_s, snapshot.unix_s)
+        told.append(f"watching is off since {since}, by order of an operator: no verdicts, no remedies")
+    if snapshot.thresholds:
+        ordered = ", ".join(f"{name}={word}" for name, word in sorted(snapshot.thresholds.items()))
+        told.append(f"thresholds by order of an operator: {ordered}")
     if snapshot.end is None:
         for how, text in (("silent", "no heartbeat from"), ("gone", "no agent watches")):
             nodes = [one.name for one in snapshot.nodes if one.agent == how]

@@ -6,6 +6,8 @@ import errno
 import threading
 from pathlib import Path
 
+import pytest
+
 from keepstep import wire
 from keepstep.control.controller import Controller
 from keepstep.control.run_status import status_of
@@ -94,3 +96,21 @@ def test_a_status_without_its_rows_is_shown_as_far_as_it_goes(tmp_path: Path) ->
     found = Run(tmp_path).status()
     assert found is not None
     assert [node["ranks"] for node in found["nodes"]] == [[]] * 1100
+
+
+def test_an_error_of_our_own_is_logged_and_the_next_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    written, heard = list[int](), list[OSError | None]()
+    told = threading.Semaphore(0)
+
+    def hear(error: OSError | None) -> None:
+        heard.append(error)
+        told.release()
+
+    writer = StatusWriter(hear)
+    writer.start()
+    writer.write(lambda: written.append(1 // 0))
+    told.acquire()
+    writer.write(lambda: written.append(2))
+    assert writer.close(60.0)
+    assert (written, heard) == ([2], [None, None])
+    assert "ZeroDivisionError" in caplog.text

@@ -46,6 +46,19 @@ def test_a_slow_rank() -> None:
     ]
 
 
+def test_a_job_that_an_operator_has_not_watched_is_not_called_healthy() -> None:
+    off = replace(run(), unwatched_since_unix_s=NOW_S - 60, thresholds={"slow-ratio": "1.5"})
+    told = answer(off)
+    assert told.mood == "unknown"
+    assert told.headline.startswith("an operator has it not watched")
+    assert told.advice[0].command == "keepstep ctl train-7b watch on"
+    assert any(one.startswith("watching is off since ") for one in told.notes)
+    assert "thresholds by order of an operator: slow-ratio=1.5" in told.notes
+    assert any(
+        one.startswith("watching is off since ") for one in answer(replace(off, incidents=(SLOW,))).notes
+    )
+
+
 def test_a_spare_may_take_the_place() -> None:
     spare = replace(run(SLOW), spares=("gpu-9",))
     command = "keepstep ctl train-7b replace gpu-1 --dry-run"
