@@ -214,6 +214,7 @@ class StepTrace:
         name = f"rank-{self._order.rank:05d}-step-{self.first_step}.json.gz"
         path = os.path.join(self._order.folder, name)
         plain, packed = f"{path}.{os.getpid()}.json", f"{path}.{os.getpid()}.part"
+        told: dict[str, Any]
         try:
             told = self._written(results, plain, packed, path)
         except Exception as error:
