@@ -82,7 +82,7 @@ def main() -> None:
     if given.part == "page":
         from benchmarks.operate.page import report
 
-        print(report(out / "figures.json"))
+        report(out / "figures.json")
         return
     if given.part == "metrics":
         from benchmarks.operate import metrics

@@ -104,8 +104,13 @@ async def _shares(
     return alone, looked, told
 
 
-def measure(agents: int, every_s: int, seconds: float, report: Report) -> None:
-    """Add what looking costs the controller."""
+def add_controllers_share(
+    report: Report, agents: int = AGENTS, every_s: int = 1, seconds: float = 15.0
+) -> None:
+    """Add what looking costs the controller, to turns of so many ``seconds``."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    agents = min(agents, hard - 200)
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-") as folder:
         os.chmod(folder, 0o700)
         alone, looked, told = wire.run(_shares(Path(folder), agents, every_s, seconds))
@@ -148,10 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     if given.view is not None:
         view(given.view)
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    report = Report("page", quick=False, packages=("keepstep", "msgspec", "numpy", "uvloop"))
-    measure(min(given.agents, hard - 200), given.every, given.seconds, report)
+    report = Report("page load", quick=False, packages=("keepstep", "msgspec", "numpy", "uvloop"))
+    add_controllers_share(report, given.agents, given.every, given.seconds)
     report.finish(given.json)
 
 
