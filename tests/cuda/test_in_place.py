@@ -46,16 +46,25 @@ def losses(folder: Path) -> list[dict[int, set[str]]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, set[str]]]:
+    """The losses of a training to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run(SESSION, [str(STEPS), str(folder)], folder, ranks=2, values=True)
+    assert done.exit_code == 0, done.console
+    return losses(folder)
+
+
 def hurt(
-    folder: Path, settings: Mapping[str, str], phase: Phase = "optimizer"
+    where: Path,
+    settings: Mapping[str, str],
+    undisturbed: list[dict[int, set[str]]],
+    phase: Phase = "optimizer",
 ) -> tuple[Done, dict[str, Any]]:
     """A training of which rank 1 is killed in a step while the device is behind; and the incident.
 
     The losses of all steps are those of an undisturbed one.
     """
-    plain, where = folder / "plain", folder / "hurt"
-    done = run(SESSION, [str(STEPS), str(plain)], plain, ranks=2, values=True)
-    assert done.exit_code == 0, done.console
     flags = ("--max-restarts", "2", "--in-place", "--verbose")
     leave_s = "3" if settings.get("STAND_IN_ABORT") == "never" else "60"
     more = {"WAIT_AT": str(AT - 2), "KEEPSTEP_STANDBY_IDLE_S": "0.5", "KEEPSTEP_LEAVE_S": leave_s, **settings}
@@ -70,7 +79,7 @@ def hurt(
         done = job.finish(200)
     assert done.exit_code == 0, done.console
     assert re.search(r"training again .* \(ended \S+, standbys ", done.console), done.console
-    for noted, whole in zip(losses(where), losses(plain), strict=True):
+    for noted, whole in zip(losses(where), undisturbed, strict=True):
         assert set(whole) == set(range(STEPS))
         assert {step: whole[step] for step in noted} == noted
     incidents = [json.loads(one.read_bytes()) for one in (where / "run/incidents").glob("*.json")]
@@ -88,12 +97,12 @@ def hurt(
     ],
 )
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
-    tmp_path: Path, phase: Phase, abort: str
+    tmp_path: Path, undisturbed: list[dict[int, set[str]]], phase: Phase, abort: str
 ) -> None:
     settings = {"STAND_IN_ABORT": abort}
     if abort == "late":  # the training is left while its host sleeps, long before the abort
         settings = {"STAND_IN_ABORT": "quick", "ABORT_LATE_S": "0.7", "PAUSE_S": "0.3"}
-    done, incident = hurt(tmp_path, settings, phase)
+    done, incident = hurt(tmp_path, settings, undisturbed, phase)
     assert incident["recovery"]["survived"] == (abort != "never"), done.console
     assert done.console.count("rank 0 does not leave its training: it is ended") == (abort == "never")
 
@@ -126,9 +135,9 @@ SMALL = {"STAND_IN_MEMORY_GB": "1", "HELD": "1"}
     ],
 )
 def test_where_the_other_cannot_stay_a_standby_takes_over_and_it_is_said_why(
-    tmp_path: Path, settings: Mapping[str, str], line: str
+    tmp_path: Path, undisturbed: list[dict[int, set[str]]], settings: Mapping[str, str], line: str
 ) -> None:
-    done, incident = hurt(tmp_path, settings)
+    done, incident = hurt(tmp_path, settings, undisturbed)
     assert incident["recovery"]["survived"] == (not line), done.console
     told = [one for one in done.console.splitlines() if "begins anew in another process: " in one]
     assert len(told) == bool(line), done.console

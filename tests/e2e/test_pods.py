@@ -57,6 +57,12 @@ class Pods:
         runs = [run for run in self.folder.glob("run-*") if read(run / "run.json").get("term", 0) > 1]
         return read(runs[0] / "run.json")["host"] if runs else ""
 
+    def status(self, host: str) -> beds.Result:
+        """The job's status as a host tells that has no folder of it."""
+        command = [sys.executable, "-m", "keepstep.cli", "status", "train@train-0.train:29400"]
+        secret = {"KEEPSTEP_SECRET_FILE": str(self.folder / "secret")}
+        return beds.collect({host: self.bed.hosts[host].start(command, secret)}, PATIENCE_S)[host]
+
     def end(self, index: int, host: str) -> beds.Result:
         """End a pod as the kubelet does, from outside of its container."""
         pod = self.running.pop(index)
@@ -83,6 +89,7 @@ def test_the_first_pod_comes_again_and_shows_others_the_way(tmp_path: Path) -> N
         leader = until(pods.leader)
         run = next(one for one in tmp_path.glob("run-*") if read(one / "run.json").get("host") == leader)
         until(lambda: backed_up(run) >= 6)
+        told = pods.status("node-e")
         index, host = (2, "node-c") if leader == "node-b" else (1, "node-b")
         left = pods.end(index, host)
         pods.start(index, "node-e")
@@ -92,6 +99,8 @@ def test_the_first_pod_comes_again_and_shows_others_the_way(tmp_path: Path) -> N
     assert [one.returncode for one in (drained, left)] == [75, 75], (drained, left)
     assert [one.returncode for one in results.values()] == [0, 0, 0], results
     assert "the controller is at" in results["0"].stderr
+    assert (told.returncode, told.stdout.count("RANKS")) == (0, 1), told
+    assert "node-d" in told.stdout
     assert all(int((tmp_path / f"start-{rank}-2").read_text()) >= 6 for rank in range(3))
     assert read(run / "end.json")["exit_code"] == 0
 

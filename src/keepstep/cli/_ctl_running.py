@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from keepstep import wire
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import Parser, number
+from keepstep.cli._parsing import Parser, number, reach_run
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import expand_ranks
@@ -179,7 +179,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def _parser(verb: str, about: str, timeout_s: float) -> Parser:
     parser = Parser(f"ctl RUN {verb}", about)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     parser.add_argument("verb", choices=(verb,), metavar=verb, help="this order")
     parser.add_argument("--dry-run", action="store_true", help=_DRY_RUN)
     seconds = number(float, 1.0, wire.MOST_WAIT_S)
@@ -195,6 +195,7 @@ def _order(run: str, verb: str, order: wire.Message, timeout_s: float) -> None:
 
 
 def _ask(run: str, order: wire.Message, kind: type[Answer], timeout_s: float) -> Answer:
+    reach_run(run)
     return ask(
         run,
         order,

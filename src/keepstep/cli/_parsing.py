@@ -27,9 +27,15 @@ class Parser(argparse.ArgumentParser):
         parse = self.parse_args if "--" in argv else self.parse_intermixed_args
         return parse(list(argv))
 
-    def add_run(self) -> None:
-        """Add the argument that names a run."""
-        self.add_argument("run", metavar="RUN", help="the run's folder, or its name under ./runs")
+    def add_run(self, *, elsewhere: bool = False) -> None:
+        """Add the argument that names a run. ``elsewhere``: its folder need not be here, see `reach_run`."""
+        text = "the run's folder, or its name under ./runs"
+        text += (
+            "; or [ID@]HOST:PORT of a running job, whose secret KEEPSTEP_SECRET_FILE names"
+            if elsewhere
+            else ""
+        )
+        self.add_argument("run", metavar="RUN", help=text)
 
     def add_json(self, text: str) -> None:
         """Add ``--json``."""
@@ -38,6 +44,15 @@ class Parser(argparse.ArgumentParser):
     def add_number(self, flag: str, default: float | None, text: str, metavar: str = "S") -> None:
         """Add a flag that takes a number: of seconds, where ``metavar`` does not name another unit."""
         self.add_argument(flag, type=float, default=default, metavar=metavar, help=text)
+
+
+def reach_run(run: str) -> None:
+    """Where ``run`` names the controller of a run whose folder is not here, ask it. Raises KeepstepError."""
+    if ":" in run:
+        from keepstep.view.elsewhere import fetch_run, is_elsewhere
+
+        if is_elsewhere(run):
+            fetch_run(run)
 
 
 def print_json(content: Any) -> None:

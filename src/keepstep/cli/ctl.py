@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from keepstep import wire
 from keepstep.cli import _ctl_running
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, reach_run
 from keepstep.cli.status import show as show_status
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.log_lines import one_line
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if (verb := _ctl_running.verb_of(argv)) is not None:
         return verb(argv)
     parser = Parser("ctl", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     text = f"what the job is to do: {', '.join(get_args(Verb))}; start is resume, swap is replace"
     choices = (*get_args(Verb), *_ctl_running.VERBS)
     parser.add_argument("verb", metavar="VERB", choices=choices, help=text)
@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if given.verb in _ctl_running.VERBS:
         raise UsageError(f"give {given.verb} right after the run: keepstep ctl {given.run} {given.verb} …")
     run, verb = given.run, "replace" if given.verb == "swap" else given.verb
+    reach_run(run)
     count, wanted = _WANTED.get(verb, (0, "no node"))
     if len(given.nodes) != count:
         raise UsageError(f"keepstep ctl {run} {verb}: give {wanted}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, reach_run
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
@@ -24,7 +24,7 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Print the verdicts; 1 when there are any."""
     parser = Parser("report", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     text = "number of one incident; all when left out"
     parser.add_argument("incident", type=int, nargs="?", metavar="INCIDENT", help=text)
     parser.add_json("print JSON, one incident a line")
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help=text)
     given = parser.parse(argv)
     run, incident = given.run, given.incident
+    reach_run(run)
     opened = open_run(run)
     known = read_incidents(opened.path / "incidents")
     chosen = known if incident is None else [one for one in known if one.number == incident]
@@ -63,7 +64,9 @@ def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: boo
         print()
     if not incidents:
         steps = {row.step for row in run.iterations()}
-        span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else "no finished step yet"
+        newest = int((run.status() or {}).get("newest_step", -1))
+        span = f"step {newest}" if newest >= 0 else "no finished step yet"
+        span = f"{len(steps)} steps ({min(steps)} to {max(steps)})" if steps else span
         failure = _failure(run)
         if failure:
             print(one_line(f"no incident, but the job failed: {failure}; {span}"))

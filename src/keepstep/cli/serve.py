@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, reach_run
 from keepstep.core.errors import UsageError
 from keepstep.core.log_lines import one_line
 from keepstep.traces import open_run
@@ -35,6 +35,7 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal comes."""
     given = _given(argv)
+    reach_run(given.run)
     if given.notify_test:
         return _test(given)
     if given.no_page:
@@ -57,7 +58,7 @@ def _stop(*_: object) -> None:
 
 def _given(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("serve", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     text = "where to listen; an address that others reach needs a token and TLS (default: 127.0.0.1:8642)"
     parser.add_argument("--listen", default="127.0.0.1:8642", metavar="HOST:PORT", help=text)
     text = "file of mode 0600 with the token that viewers have to show"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keepstep.cli._parsing import Parser, print_json
+from keepstep.cli._parsing import Parser, print_json, reach_run
 from keepstep.core.errors import RunError
 from keepstep.core.events import Op, Phase
 from keepstep.core.group_names import shown_name
@@ -32,9 +32,10 @@ _ABOUT = "Show where a run stands. Ranks that are alike share a row; the one fur
 def main(argv: Sequence[str]) -> int:
     """Print the status of a run."""
     parser = Parser("status", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     parser.add_json("print the whole status as JSON")
     given = parser.parse(argv)
+    reach_run(given.run)
     return show(given.run, json=given.json)
 
 

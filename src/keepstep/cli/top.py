@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from keepstep.cli._parsing import Parser
+from keepstep.cli._parsing import Parser, reach_run
 from keepstep.core.errors import RunError
 from keepstep.core.log_lines import one_line
 
@@ -19,7 +19,7 @@ _ABOUT = (
 def main(argv: Sequence[str]) -> int:
     """Show the run until q is pressed."""
     parser = Parser("top", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     run = parser.parse(argv).run
     elsewhere = f"`keepstep status {run}` prints the state once"
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         from keepstep.view.top_program import run_top
     except ImportError as error:
         raise RunError(f"this Python has no curses ({error}); {elsewhere}") from error
+    reach_run(run)
     source = open_source(run)
     try:
         run_top(source, run)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepstep import wire
 from keepstep.cli._asking import ask
-from keepstep.cli._parsing import Parser, number, print_json
+from keepstep.cli._parsing import Parser, number, print_json, reach_run
 from keepstep.core.errors import RunError, UsageError
 from keepstep.core.ranges import expand_ranks
 
@@ -18,7 +18,7 @@ _ABOUT = "Compare devices and links while the training waits. Exit code 0: alike
 def main(argv: Sequence[str]) -> int:
     """Have the job validated; 1 when a device or link stands out."""
     parser = Parser("validate", _ABOUT)
-    parser.add_run()
+    parser.add_run(elsewhere=True)
     parser.add_argument("--ranks", default="", metavar="RANKS", help="test these ranks only, e.g. 0-7,12")
     parser.add_json("print all figures as JSON")
     least, most = wire.LEAST_HOLD_S, wire.MOST_HOLD_S
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help=text)
     given = parser.parse(argv)
     run = given.run
+    reach_run(run)
     answer = ask(
         run,
         wire.Validate(_chosen(given.ranks), given.hold),

@@ -27,6 +27,7 @@ _MOST_RANKS = 1 << 20
 _MOST_STEPS = 1 << 53
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _ROWS = msgspec.msgpack.Decoder(list[tuple[int, list[Any]]])
+_named: dict[str, Run] = {}
 T = TypeVar("T")
 
 
@@ -100,11 +101,18 @@ class Run:
                     broken[path] += 1
 
 
+def name_run(name: str, run: Run) -> None:
+    """From now on `open_run` finds ``run`` by this name, where no folder has it."""
+    _named[name] = run
+
+
 def open_run(path: str | Path) -> Run:
     """The run at ``path``, or of this name under ``./runs``. Raises RunError, which lists the runs there."""
     for candidate in (Path(path), Path("runs") / path):
         if (candidate / "run.json").is_file():
             return Run(candidate)
+    if (named := _named.get(str(path))) is not None:
+        return named
     known = sorted(p.parent.name for p in Path("runs").glob("*/run.json"))
     hint = f"runs here: {', '.join(known[-5:])}" if known else "no runs under ./runs"
     raise RunError(f"{path}: no run folder (no run.json in it); {hint}")

@@ -7,9 +7,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from keepstep.view.rank_table import rank_table
 from keepstep.view.run_snapshot import LinkRate, RankTable
 from keepstep.wire.blocking import BlockingConnection
 from keepstep.wire.violation import Violation
+
+T = TypeVar("T")
 
 _LINKS_S = 10.0  # how often agents tell what was sent
 _MOST_MOVES = 3  # how often an answer may say that the controller is elsewhere
@@ -70,6 +72,7 @@ class Gathered:
     paths: dict[int, Sequence[wire.PathRate]] = field(default_factory=dict[int, Sequence[wire.PathRate]])
     incidents: list[Incident] = field(default_factory=list[Incident])
     layout: str = ""
+    more_incidents: bool = False
 
     def take(self, answer: wire.Followed) -> None:
         """Add one answer. Raises MsgspecError, UnicodeDecodeError or RunError where it makes no sense."""
@@ -82,6 +85,7 @@ class Gathered:
             incident_from_json(one, where="an answer of the controller") for one in answer.incidents
         ]
         self.layout = answer.layout
+        self.more_incidents = answer.more_incidents
 
 
 class Follower:
@@ -104,15 +108,28 @@ class Follower:
         Raises RunError where it is not watched or has ended, or its controller refuses or does not answer, and other
         KeepstepErrors where its secret or the certificate cannot be used.
         """
+        return self._tried(self._asked)
+
+    def gather_all(self) -> Gathered:
+        """All that the controller tells of the run as it stands, with all its incidents. Raises as `ask` does."""
+        gathered = self._tried(self._gathered)
+        while gathered.more_incidents:
+            more = self._tried(self._gathered)
+            gathered.incidents += more.incidents
+            gathered.more_incidents = more.more_incidents
+        return gathered
+
+    def _tried(self, question: Callable[[], T]) -> T:
+        """What ``question`` gives, which is put again where the connection had been made before and broke."""
         was_connected = self._connection is not None
         try:
-            return self._asked()
+            return question()
         except (OSError, Violation) as error:
             self.close()
             if not was_connected:
                 raise self._unanswered(error) from error
         try:  # it may have been started again, here or elsewhere
-            return self._asked()
+            return question()
         except (OSError, Violation) as error:
             self.close()
             raise self._unanswered(error) from error
@@ -138,6 +155,21 @@ class Follower:
     def _asked(self) -> LiveView:
         now_s = time.monotonic()
         with_links = now_s - self._links_s >= _LINKS_S
+        gathered = self._gathered(with_links=with_links)
+        table = rank_table(gathered.ranks)
+        if with_links:
+            self._links, self._links_s = links_between(gathered.paths, table), now_s
+        return LiveView(
+            gathered.status | {"nodes": [node | {"ranks": []} for node in gathered.nodes]},
+            table,
+            self._links,
+            gathered.incidents,
+            _declared(gathered.layout),
+            _number(self._run.describe().get("started_unix_s")),
+        )
+
+    def _gathered(self, *, with_links: bool = False) -> Gathered:
+        """The answers that together tell how the run stands now, and the incidents that have changed since the last."""
         gathered = Gathered()
         known, first = self._known, 0
         while first >= 0:
@@ -149,18 +181,8 @@ class Follower:
             if 0 <= answer.next_node <= first:
                 raise Violation("malformed", "an answer that repeats its rows")
             known, first = (answer.register, answer.version), answer.next_node
-        table = rank_table(gathered.ranks)
-        if with_links:
-            self._links, self._links_s = links_between(gathered.paths, table), now_s
         self._known = known
-        return LiveView(
-            gathered.status | {"nodes": [node | {"ranks": []} for node in gathered.nodes]},
-            table,
-            self._links,
-            gathered.incidents,
-            _declared(gathered.layout),
-            _number(self._run.describe().get("started_unix_s")),
-        )
+        return gathered
 
     def _answer(self, question: wire.Follow) -> wire.Followed:
         """The answer to one question, from wherever the controller is. Raises OSError, Violation and RunError."""
