@@ -53,16 +53,29 @@ class Seen:
         self.page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.asked: list[str] = []
         self.complaints: list[str] = []
+        self.waits_for: set[Any] = set()  # requests that have no answer yet
+        self.failed: list[tuple[str, str | None]] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.waits_for.add(request))
+        self.page.on("requestfinished", lambda request: self.waits_for.discard(request))
+        self.page.on("requestfailed", self._fail)
         self.page.on(
             "console",
             lambda told: self.complaints.append(told.text) if told.type in ("error", "warning") else None,
         )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
+    def _fail(self, request: Any) -> None:
+        self.waits_for.discard(request)
+        self.failed.append((request.url, request.failure))
+
     def open(self, url: str, *, settled: str = SETTLED) -> Any:
         self.page.goto(url)
-        until(self.page, settled)
+        try:
+            until(self.page, settled)
+        except AssertionError as error:
+            waits_for = [one.url for one in self.waits_for]
+            raise AssertionError(f"{error}; no answer to {waits_for}; failed {self.failed}") from error
         return self.page
 
 
@@ -72,8 +85,8 @@ def until(page: Any, expression: str) -> None:
         if page.evaluate(expression):
             return
         page.wait_for_timeout(50)
-    drawn = "window.keepstep && [JSON.stringify(keepstep.heat?.tile()), keepstep.pictures.map((one) => one.drawn_ms)]"
-    raise AssertionError(f"{expression}, but {page.evaluate(drawn)}")
+    drawn = "window.keepstep?.pictures?.map((one) => [one.element.id, one.drawn_ms])"
+    raise AssertionError(f"{expression}, but drawn is {page.evaluate(drawn)}")
 
 
 @pytest.fixture
