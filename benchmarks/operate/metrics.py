@@ -81,7 +81,7 @@ def _scrapes(made: Report) -> None:
             )
         )
         made.add(Line(f"{what}: a scrape, CPU, longest", round(1e3 * max(cpu_s), 1), "ms"))
-        limit = "beside other work at idle priority"
+        limit = "CPU time is judged: the clock also has what other programs take"
         made.add(
             Line(
                 f"{what}: a scrape, by the clock",

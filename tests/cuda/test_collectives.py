@@ -10,7 +10,9 @@ from benchmarks.stand_in.launch import run
 JOB = Path(__file__).with_name("collectives_job.py")
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("nccl", 4), ("nccl2", 2)])
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [pytest.param("nccl", 4, marks=pytest.mark.long), ("nccl2", 2)]
+)
 def test_every_collective_and_training_gives_the_right_values(
     tmp_path: Path, backend: str, ranks: int
 ) -> None:

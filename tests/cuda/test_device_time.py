@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmarks.stand_in.faults import Fault
 from benchmarks.stand_in.launch import TRAIN, run
 
@@ -40,6 +41,7 @@ def test_a_slow_device_makes_the_computing_part_of_a_step_so_much_longer(tmp_pat
     assert 0 < healthy - kernels * KERNEL_US * 1000 < 50_000  # what is not computing: two all-reduces
 
 
+@pytest.mark.long
 def test_a_slow_pair_makes_communication_longer_on_all_ranks_alike(tmp_path: Path) -> None:
     healthy, slow = periods(tmp_path, Fault("slow-pair", rank=2, peer=1, step=FROM, value=10_000), ranks=3)
     computing = healthy // (KERNEL_US * 1000) * KERNEL_US * 1000
@@ -47,6 +49,7 @@ def test_a_slow_pair_makes_communication_longer_on_all_ranks_alike(tmp_path: Pat
     assert slow - healthy >= 100 * (healthy - computing)
 
 
+@pytest.mark.long
 def test_a_slow_host_decides_how_long_a_step_takes(tmp_path: Path) -> None:
     _, slow = periods(tmp_path, Fault("slow-host", rank=1, step=FROM, where="data", value=0.02))
     assert slow == 20_000_000

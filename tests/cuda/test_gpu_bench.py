@@ -63,6 +63,7 @@ def test_the_gate(tmp_path: Path) -> None:
     assert lines["step time added by the gate, GPU-bound"]["peers"]["pairs"] >= 2
 
 
+@pytest.mark.long
 def test_snapshots(tmp_path: Path) -> None:
     lines = lines_of("snapshot", tmp_path)
     assert lines["restored bytes are those saved"]["value"] == "yes"
@@ -71,6 +72,7 @@ def test_snapshots(tmp_path: Path) -> None:
     assert lines["step time added by a snapshot in each step"]["peers"]["pairs"] >= 2
 
 
+@pytest.mark.long
 def test_validation(tmp_path: Path) -> None:
     lines = lines_of("validation", tmp_path)
     for what in ("a healthy GPU", "a GPU that another process loads"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmarks.stand_in.faults import Fault
 from benchmarks.stand_in.launch import TRAIN, Progress, start
 
@@ -16,6 +17,7 @@ def stuck(folder: Path, fault: Fault) -> list[Progress]:
         return job.wait_until_stuck()
 
 
+@pytest.mark.long
 def test_a_host_that_sleeps_has_called_no_more_than_it_completed(tmp_path: Path) -> None:
     first, hung, last = stuck(tmp_path, Fault("hang", rank=1, step=STEP, where="forward"))
     assert hung.enqueued == hung.started == hung.completed
@@ -38,6 +40,7 @@ def test_a_kernel_that_never_ends_keeps_its_rank_from_starting(tmp_path: Path) -
         assert waiting.completed == hung.completed
 
 
+@pytest.mark.long
 def test_at_a_cut_pair_all_ranks_are_alike(tmp_path: Path) -> None:
     all_alike = stuck(tmp_path, Fault("cut", rank=2, peer=1, step=STEP))
     assert len({one.completed for one in all_alike}) == len({one.started for one in all_alike}) == 1
@@ -50,6 +53,7 @@ def test_a_rank_that_skips_a_collective_runs_ahead(tmp_path: Path) -> None:
     assert first.completed == ahead.completed == last.completed
 
 
+@pytest.mark.long
 def test_another_operation_than_the_peers_hangs_them_all(tmp_path: Path) -> None:
     all_alike = stuck(tmp_path, Fault("order", rank=1, step=STEP))
     assert len({(one.started, one.completed) for one in all_alike}) == 1

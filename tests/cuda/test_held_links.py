@@ -61,6 +61,7 @@ def test_tests_that_are_stopped_leave_the_link_and_accuse_nobody(tmp_path: Path)
     assert ["link 0 → 1: no time left"] in [one["missing"] for one in told]
 
 
+@pytest.mark.long
 def test_without_free_memory_links_are_tested_over_tcp(tmp_path: Path) -> None:
     told = found(tmp_path, "full")
     assert "tested over TCP: no free memory for the test of links" in told[0]["missing"]

@@ -93,7 +93,7 @@ def hurt(
         ("optimizer", "quick"),
         pytest.param("backward", "stream", marks=pytest.mark.long),
         pytest.param("optimizer", "never", marks=pytest.mark.long),
-        ("backward", "late"),
+        pytest.param("backward", "late", marks=pytest.mark.long),
     ],
 )
 def test_when_a_rank_dies_the_other_goes_on_in_its_process_and_no_loss_changes(
@@ -118,6 +118,7 @@ SMALL = {"STAND_IN_MEMORY_GB": "1", "HELD": "1"}
             {"STAND_IN_ABORT": "fails", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
             "its operations on the GPU cannot be ended: ",
             id="no-abort",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             {"MORE": "fake"},
@@ -131,7 +132,7 @@ SMALL = {"STAND_IN_MEMORY_GB": "1", "HELD": "1"}
             id="held",
         ),
         pytest.param({**SMALL, "BALLAST_GB": "0.3"}, "", id="held-fits", marks=pytest.mark.long),
-        pytest.param({"GATE": "unopened"}, "", id="unopened"),
+        pytest.param({"GATE": "unopened"}, "", id="unopened", marks=pytest.mark.long),
     ],
 )
 def test_where_the_other_cannot_stay_a_standby_takes_over_and_it_is_said_why(

@@ -41,6 +41,7 @@ def test_who_is_behind_by_ras_is_named(tmp_path: Path, free_port: int) -> None:
     assert BEHIND.search(told), console
 
 
+@pytest.mark.long
 def test_a_service_that_never_answers_costs_nothing_but_what_it_would_have_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         console = verdict(tmp_path, f"localhost:{silent.getsockname()[1]}", 55)

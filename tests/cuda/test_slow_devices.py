@@ -46,7 +46,9 @@ def synchronizations(done: Done) -> list[int]:
     return sorted(one["synchronizations"] for one in counts)
 
 
-@pytest.mark.parametrize(("layout", "factor"), [("ddp", 1.3), ("fsdp2", 2.0)])
+@pytest.mark.parametrize(
+    ("layout", "factor"), [("ddp", 1.3), pytest.param("fsdp2", 2.0, marks=pytest.mark.long)]
+)
 def test_a_slow_device_is_named_after_three_iterations(tmp_path: Path, layout: str, factor: float) -> None:
     done = train(tmp_path, layout, factor)
     incident = json.loads((done.folder / "run" / "incidents" / "0001.json").read_text())
@@ -64,6 +66,7 @@ def test_a_slow_device_is_named_after_three_iterations(tmp_path: Path, layout: s
         assert {step: found[step] for step in truth} == pytest.approx(truth, rel=0.005)
 
 
+@pytest.mark.long
 def test_a_gpu_whose_clock_is_held_down_is_named_with_the_reason(tmp_path: Path) -> None:
     """The driver's clock is read once a second, so that the reason comes after the verdict."""
     pytest.importorskip("pynvml")

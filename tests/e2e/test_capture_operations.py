@@ -166,7 +166,9 @@ def check_matching(ran: Ran) -> None:
         assert received.items() <= sent.items()
 
 
-@pytest.mark.parametrize("job", ["plain", "ddp", "fsdp2", "pipeline", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "job", ["plain", "ddp", pytest.param("fsdp2", marks=pytest.mark.long), "pipeline", "tensor_parallel"]
+)
 def test_everything_is_recorded_and_nothing_changed(tmp_path: Path, job: str) -> None:
     cold = job == "fsdp2"
     watched = run(tmp_path, job, cold=cold)

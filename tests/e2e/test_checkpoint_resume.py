@@ -100,7 +100,7 @@ def same(folder: Path, undisturbed: dict[str, list[str]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
 def test_a_new_run_with_empty_caches_resumes_from_storage(
     tmp_path: Path, undisturbed: dict[str, dict[str, list[str]]], kind: str
 ) -> None:

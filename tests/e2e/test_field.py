@@ -34,6 +34,7 @@ while True:
 )
 
 
+@pytest.mark.long
 def test_jobs_are_run_judged_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases = tmp_path / "samples" / "field_cases"
     truth = {

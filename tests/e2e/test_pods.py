@@ -105,6 +105,7 @@ def test_the_first_pod_comes_again_and_shows_others_the_way(tmp_path: Path) -> N
     assert read(run / "end.json")["exit_code"] == 0
 
 
+@pytest.mark.long
 def test_pods_come_late_and_come_again(tmp_path: Path) -> None:
     if reason := beds.missing():
         pytest.skip(reason)

@@ -53,7 +53,8 @@ def losses(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("example", "ranks", "with_losses"), [("train.py", 2, 2), ("fsdp2.py", 2, 2), ("tp_pp_dp.py", 8, 4)]
+    ("example", "ranks", "with_losses"),
+    [("train.py", 2, 2), pytest.param("fsdp2.py", 2, 2, marks=pytest.mark.long), ("tp_pp_dp.py", 8, 4)],
 )
 def test_a_killed_rank_costs_no_step_and_no_bit(
     tmp_path: Path, example: str, ranks: int, with_losses: int

@@ -106,6 +106,7 @@ def test_a_killed_launcher_is_replaced_by_a_spare_and_its_node_is_not_drained(be
     assert reasons(bed) == {}, "the node answers: its launcher died, and it did not"
 
 
+@pytest.mark.long
 def test_a_killed_first_launcher_of_two_begins_a_run_that_has_both_nodes(bed: SlurmBed) -> None:
     """Of two nodes none can take the controller over, so that the run ends with its first launcher."""
     job = submitted(
@@ -124,6 +125,7 @@ def test_a_killed_first_launcher_of_two_begins_a_run_that_has_both_nodes(bed: Sl
     assert "the launcher of n1 ended with exit code 75 and the job goes on" in out
 
 
+@pytest.mark.long
 def test_a_lost_node_is_drained_from_the_batch_host_though_all_train_in_containers(bed: SlurmBed) -> None:
     container = bed.folder / "container"
     container.write_text(CONTAINER.format(munge=bed.folder / "munge", python=sys.executable))

@@ -88,7 +88,7 @@ def test_a_job_whose_time_is_over_goes_on_with_its_last_step(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("mode", "grace_s", "by"),
     [
-        ("REQUEUE", 60, "keepstep"),
+        pytest.param("REQUEUE", 60, "keepstep", marks=pytest.mark.long),
         pytest.param("REQUEUE", 0, "Slurm", marks=pytest.mark.long),
         pytest.param("CANCEL", 60, "keepstep", marks=pytest.mark.long),
         pytest.param("CANCEL", 0, "", marks=pytest.mark.long),

@@ -107,6 +107,7 @@ def test_the_rule_at_the_end_of_a_batch_script_starts_the_job_again(bed: SlurmBe
     bed.run("scancel", job)
 
 
+@pytest.mark.long
 def test_the_settings_of_a_site_name_its_own_way_to_drain(bed: SlurmBed) -> None:
     site = bed.folder / "report-node"
     site.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > reported\n')

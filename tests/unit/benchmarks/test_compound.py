@@ -14,6 +14,7 @@ from benchmarks.compound.simulated import simulate
 SCHEDULE = given.load()
 
 
+@pytest.mark.long
 def test_the_quick_mode_runs_and_nobody_is_better_than_the_optimum() -> None:
     report = Report("compound", quick=True, packages=())
     simulate(report, Trials(None), True, 1, job.EXCHANGE_S)
