@@ -267,6 +267,7 @@ class FolderSource:
     def _snapshot(self) -> RunSnapshot:
         known, about = self._known, self._known.about
         status = known.status or StatusRows(self._times.unix())
+        incidents = self._incidents.incidents
         state, state_s, age_s = self._state(status)
         return RunSnapshot(
             name=str(about.get("id") or self._run.path.resolve().name),
@@ -286,7 +287,10 @@ class FolderSource:
             nodes=known.nodes,
             spares=status.spares,
             ranks=known.ranks,
-            incidents=self._incidents.incidents,
+            incidents=incidents,
+            unread_open=tuple(set(status.open_incidents).difference(one.number for one in incidents))
+            if status.open_incidents
+            else (),
             links=known.links,
             has_checkpoints=any(
                 max(node.sealed_step, node.backed_up_step, node.stored_step) >= 0 for node in known.nodes

@@ -91,6 +91,7 @@ class RunSnapshot:
     spares: tuple[str, ...] = ()
     ranks: RankTable | None = None  # None: nothing is known of the ranks
     incidents: Sequence[Incident] = ()  # oldest first
+    unread_open: tuple[int, ...] = ()  # numbers of incidents that are open, and not read or not to be read
     links: tuple[LinkRate, ...] = ()
     has_checkpoints: bool = False
     backup_trouble: str = ""  # why the backup makes no progress

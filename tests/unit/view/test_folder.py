@@ -45,6 +45,19 @@ def test_every_kind_of_run_is_read(tmp_path: Path, kind) -> None:
     source.close()
 
 
+def test_an_open_incident_whose_file_was_cut_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "slow", ranks=8, steps=30)
+    file = tmp_path / "run" / "incidents" / "0001.json"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    status = tmp_path / "run" / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"open_incidents": [1]}))
+    source = look(tmp_path / "run")
+    assert source.refresh().unread_open == (1,)
+    file.write_bytes(content)
+    assert source.refresh().unread_open == ()
+
+
 def test_what_a_slow_rank_did_is_in_the_samples(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "slow", ranks=16, steps=60)
     source = look(tmp_path / "run")
