@@ -28,7 +28,7 @@ from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, rea
 from keepstep.view.step_files import Iterations, joined
 from keepstep.view.tiles import row_order
 
-_MOST_STATUS_BYTES = 256 << 20
+_MOST_STATUS_BYTES = 64 << 20  # several times that of 131,072 ranks
 _MOST_BYTES = 16 << 20
 _SILENT_S, _SILENT_LARGE_S = 10.0, 30.0  # without news for so long a run is silent; a large one writes rarely
 _SILENT_DEAD_S = 3.0  # the same where its launcher is known to have died
@@ -341,9 +341,10 @@ def pause_s(cost_s: float) -> float:
 
 def _layout(text: object) -> ParallelLayout | None:
     try:
-        return ParallelLayout.declared(str(text)) if text else None
-    except LayoutError:
+        found = ParallelLayout.declared(str(text)) if text else None
+    except (LayoutError, ValueError):
         return None
+    return found if found is None or found.world_size <= MOST_RANKS else None  # its groups are counted out
 
 
 def _int(value: object) -> int:
