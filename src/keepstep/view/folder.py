@@ -271,6 +271,7 @@ class FolderSource:
         state, state_s, age_s = self._state(status)
         return RunSnapshot(
             name=str(about.get("id") or self._run.path.resolve().name),
+            folder=str(self._run.path.absolute()),
             unix_s=status.unix_s,
             age_s=age_s,
             state=state,

@@ -98,6 +98,7 @@ class RunSnapshot:
     unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
     thresholds: Mapping[str, str] = field(default_factory=dict[str, str])  # changed by an operator, by name
     troubles: tuple[str, ...] = ()  # what could not be read, a line each
+    folder: str = ""  # the whole path of the run's folder, where it is here
 
     @property
     def open_incidents(self) -> list[Incident]:

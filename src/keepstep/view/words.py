@@ -119,14 +119,16 @@ def _of_silence(
 ) -> Answer:
     step = f"; newest step {snapshot.newest_step}" if snapshot.newest_step >= 0 else ""
     last = clock(snapshot.unix_s, snapshot.unix_s + snapshot.age_s) if snapshot.unix_s else ""
-    advice = (
+    advice = [
         Step("See whether its launchers live: if not, it was killed, and nothing of it runs on."),
         command("asks again; a job that lives shows within seconds", "status", run),
-        Step("the controller's last words", f"tail {shlex.quote(one_line(run))}/controller.log"),
-    )
+    ]
+    if snapshot.folder:
+        log = shlex.quote(one_line(f"{snapshot.folder}/controller.log"))
+        advice.append(Step("the controller's last words", f"tail {log}"))
     return Answer(
         "unknown", clean(f"no news for {for_how_long(snapshot.age_s)}: cause unknown{step}"),
-        since=clean(f"{last}, for {for_how_long(snapshot.age_s)}" if last else ""), advice=advice,
+        since=clean(f"{last}, for {for_how_long(snapshot.age_s)}" if last else ""), advice=tuple(advice),
         notes=tuple(notes), others=tuple(headline(one) for one in open_ones[:_MOST_OTHERS]),
     )  # fmt: skip
 

@@ -131,6 +131,12 @@ def test_healthy_only_as_far_as_it_is_watched() -> None:
     )
 
 
+def test_the_log_of_a_silent_run_is_where_its_folder_is() -> None:
+    silent = replace(run(), state="silent", age_s=120.0, folder="/runs/the job")
+    assert answer(silent, "mine").advice[-1].command == "tail '/runs/the job/controller.log'"
+    assert len(answer(replace(silent, folder="")).advice) == 2
+
+
 def test_an_open_incident_that_cannot_be_read_is_not_healthy() -> None:
     told = answer(replace(run(), unread_open=(7, 3, 4)))
     assert (told.mood, told.headline) == (
