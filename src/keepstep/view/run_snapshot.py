@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -125,3 +125,11 @@ class RunSnapshot:
             max, map(attrgetter("backed_up_step"), self.nodes), map(attrgetter("stored_step"), self.nodes)
         )
         return self.newest_step - min(kept, default=-1)
+
+
+def unread(snapshot: RunSnapshot, stuck_s: float) -> RunSnapshot:
+    """The same once a look at the run has been held up for so many seconds: nothing is heard of it."""
+    why = f"the run's folder cannot be read for {stuck_s:.0f} s: its file system hangs"
+    return replace(
+        snapshot, state="silent", age_s=snapshot.age_s + stuck_s, troubles=(why, *snapshot.troubles)
+    )

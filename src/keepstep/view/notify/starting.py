@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from keepstep.view.notify.told_file import ToldFile, folders_for
 from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_feed import TrackerFeed
 from keepstep.view.notify.tracker_process import COMMAND, TrackerProcess
-from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot, unread
 from keepstep.view.run_source import RunSource
 
 _CLOSE_S = 8.0
@@ -78,9 +77,7 @@ class Telling:
                 snapshot, came_s = self._newest
                 stuck_s = time.monotonic() - came_s
                 if stuck_s >= self._stuck_s:
-                    why = f"the run's folder cannot be read for {stuck_s:.0f} s: its file system hangs"
-                    age_s, troubles = snapshot.age_s + stuck_s, (why, *snapshot.troubles)
-                    self._offer(replace(snapshot, state="silent", age_s=age_s, troubles=troubles))
+                    self._offer(unread(snapshot, stuck_s))
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all receivers were told what was offered. Returns whether they were."""
