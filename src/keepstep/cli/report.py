@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from keepstep.core.log_lines import one_line
 from keepstep.report.incidents import incident_to_json, read_incidents
 from keepstep.report.verdict import render
 from keepstep.traces import Run, notices_of, open_run
+from keepstep.view.incident_words import for_how_long
+from keepstep.view.run_rows import age_s, row_of
 
 _ABOUT = (
     "Print the incidents of a run, newest last. Exit code 0: healthy, 1: something was found, 2: cannot tell."
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         _write_page(opened, run, given.html)
     if chosen or (incident is None and _failure(opened)):
         return 1
-    return 0 if _watched(opened) else 2
+    return 2 if _doubt(opened) else 0
 
 
 def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: bool) -> None:
@@ -70,11 +73,10 @@ def _print_text(run: Run, incidents: list[Incident], name: str, *, timeline: boo
         failure = _failure(run)
         if failure:
             print(one_line(f"no incident, but the job failed: {failure}; {span}"))
-        elif _watched(run):
-            print(f"healthy: {span}, no incident")
+        elif doubt := _doubt(run):
+            print(one_line(f"cannot tell: {doubt}"))
         else:
-            why = "; ".join(notices_of(run.status() or {})) or f"see {run.path}/controller.log"
-            print(one_line(f"cannot tell: the job ended and nothing of it was recorded; {why}"))
+            print(f"healthy: {span}, no incident")
 
 
 def _failure(run: Run) -> str:
@@ -84,9 +86,20 @@ def _failure(run: Run) -> str:
     return "" if code == 0 or reason.startswith("signal ") else f"{reason} (exit code {code})"
 
 
-def _watched(run: Run) -> bool:
-    """Whether the job was watched: it still runs, or a step was recorded."""
-    return run.end() is None or next(run.iterations(), None) is not None
+def _doubt(run: Run) -> str:
+    """Why a job without an incident may not be well; empty where it was watched."""
+    if run.end() is not None:
+        if next(run.iterations(), None) is not None:
+            return ""
+        why = "; ".join(notices_of(run.status() or {})) or f"see {run.path}/controller.log"
+        return f"the job ended and nothing of it was recorded; {why}"
+    if (run.status() or {}).get("unwatched_since_unix_s"):
+        return f"an operator has it not watched: `keepstep ctl {run.path.name} watch on`"
+    now_s = time.time()
+    row = row_of(run.path, now_s)
+    if row.state != "silent":
+        return ""
+    return f"no news for {for_how_long(age_s(row, now_s) or 0.0)}: see {run.path}/controller.log"
 
 
 def _draw(run: Run, incidents: list[Incident], out: Path) -> None:

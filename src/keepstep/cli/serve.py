@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ _ABOUT = (
     "Show a run as a page, live or after its end, with its metrics for Prometheus under /metrics. The server only "
     "looks: nothing that is done on the page reaches the job."
 )
+_END_S = 15.0  # after which the process ends, whatever it waits for
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,4 +148,9 @@ async def _serve(served: Served, bound: socket.socket) -> None:
 
     server = WebServer(make_app(served), tls=served.tls, closing=served.feed.close)
     with server.quiet():
-        await server.serve([bound])
+        try:
+            await server.serve([bound])
+        finally:  # a thread that a file system holds up would be waited for
+            timer = threading.Timer(_END_S, os._exit, (128 + signal.SIGTERM,))
+            timer.daemon = True
+            timer.start()

@@ -20,7 +20,7 @@ from keepstep.detect.secrets import blanked
 from keepstep.locate.failure import explain
 from keepstep.locate.new_lines import by_comparison, to_compare
 from keepstep.report.cause_rows import followed_rows
-from keepstep.report.ended_run import Ended, read_end
+from keepstep.report.ended_run import Ended, end_of, read_end
 from keepstep.report.failure_page import as_json, page
 from keepstep.report.incidents import read_incidents
 from keepstep.report.shown_stretches import shown, stretches_as_json
@@ -143,12 +143,23 @@ def _explain_run(path: Path, number: int | None, matcher: RowMatcher, *, json: b
             print(render(incident, run=str(path)))
             if lines:
                 print(_behind(incident, stretches, missing))
-    if not chosen:
-        if json:
-            print_json({"class": "none", "sub": "", "root_line": "", "culprits": []})
-        else:
-            print(f"nothing failed: {path} has no incident with deaths")
-    return 1 if chosen else 0
+    return 1 if chosen else _explain_none(path, json=json)
+
+
+def _explain_none(path: Path, *, json: bool) -> int:
+    """Print that no incident has deaths; 1 where the job has failed all the same."""
+    end = end_of(path)
+    has_failed = end is not None and end.exit_code != 0 and end.category not in ("stopped", "signal")
+    if json:
+        reason = blanked(end.reason) if end is not None and has_failed else ""
+        named = {"class": "other", "sub": "unknown"} if has_failed else {"class": "none", "sub": ""}
+        print_json({**named, "root_line": reason, "culprits": []})
+    elif end is not None and has_failed:
+        told = f"{path}: the job failed: {end.reason} (exit code {end.exit_code}); no incident tells why"
+        print(one_line(blanked(f"{told}: its logs may, `keepstep why LOGS`")))
+    else:
+        print(f"nothing failed: {path} has no incident with deaths")
+    return int(has_failed)
 
 
 def _explain_end(path: Path, ended: Ended, matcher: RowMatcher, *, json: bool) -> int:

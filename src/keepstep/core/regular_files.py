@@ -42,8 +42,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         OSError: as ``open_regular``, or the file is larger.
     """
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        is_larger = os.fstat(file.fileno()).st_size > most_bytes
+        content = b"" if is_larger else file.read(most_bytes + 1)
+    if is_larger or len(content) > most_bytes:
         raise OSError(
             errno.EFBIG, f"is larger than the {most_bytes >> 20} MiB that are read of it", str(path)
         )

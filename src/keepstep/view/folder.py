@@ -28,7 +28,7 @@ from keepstep.view.status_rows import StatusRows, node_view, read_rank_rows, rea
 from keepstep.view.step_files import Iterations, joined
 from keepstep.view.tiles import row_order
 
-_MOST_STATUS_BYTES = 256 << 20
+_MOST_STATUS_BYTES = 64 << 20  # several times that of 131,072 ranks
 _MOST_BYTES = 16 << 20
 _SILENT_S, _SILENT_LARGE_S = 10.0, 30.0  # without news for so long a run is silent; a large one writes rarely
 _SILENT_DEAD_S = 3.0  # the same where its launcher is known to have died
@@ -267,9 +267,11 @@ class FolderSource:
     def _snapshot(self) -> RunSnapshot:
         known, about = self._known, self._known.about
         status = known.status or StatusRows(self._times.unix())
+        incidents = self._incidents.incidents
         state, state_s, age_s = self._state(status)
         return RunSnapshot(
             name=str(about.get("id") or self._run.path.resolve().name),
+            folder=str(self._run.path.absolute()),
             unix_s=status.unix_s,
             age_s=age_s,
             state=state,
@@ -286,7 +288,10 @@ class FolderSource:
             nodes=known.nodes,
             spares=status.spares,
             ranks=known.ranks,
-            incidents=self._incidents.incidents,
+            incidents=incidents,
+            unread_open=tuple(set(status.open_incidents).difference(one.number for one in incidents))
+            if status.open_incidents
+            else (),
             links=known.links,
             has_checkpoints=any(
                 max(node.sealed_step, node.backed_up_step, node.stored_step) >= 0 for node in known.nodes
@@ -337,9 +342,10 @@ def pause_s(cost_s: float) -> float:
 
 def _layout(text: object) -> ParallelLayout | None:
     try:
-        return ParallelLayout.declared(str(text)) if text else None
-    except LayoutError:
+        found = ParallelLayout.declared(str(text)) if text else None
+    except (LayoutError, ValueError):
         return None
+    return found if found is None or found.world_size <= MOST_RANKS else None  # its groups are counted out
 
 
 def _int(value: object) -> int:

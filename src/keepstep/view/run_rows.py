@@ -80,7 +80,7 @@ def row_of(folder: Path, now_unix_s: float) -> RunRow:
         return _row(folder, now_unix_s)
     except (RunError, OSError) as error:
         text = str(error) if isinstance(error, RunError) else f"{error.filename}: {error.strerror}"
-        return RunRow(folder.name, str(folder), "broken", verdict=one_line(text))
+        return RunRow(_text(folder.name), _text(str(folder)), "broken", verdict=one_line(text))
 
 
 def _order(row: RunRow) -> tuple[int, float, float, str]:
@@ -125,8 +125,8 @@ def _row(folder: Path, now_s: float) -> RunRow:
     else:
         state, is_trouble = "silent", now_s - heard_s < _RECENT_S
     return RunRow(
-        folder.name,
-        path,
+        _text(folder.name),
+        _text(path),
         state,
         step=status.newest_step if status is not None and status.newest_step >= 0 else None,
         pace_s=_pace(f"{path}/nodes"),
@@ -139,6 +139,11 @@ def _row(folder: Path, now_s: float) -> RunRow:
         is_live=is_live,
         is_trouble=is_trouble,
     )
+
+
+def _text(path: str) -> str:
+    """The path as text, also where its bytes are none."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _lives(described: _Described, status: _Status | None, written_s: float, now_s: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import numpy as np
@@ -91,12 +91,14 @@ class RunSnapshot:
     spares: tuple[str, ...] = ()
     ranks: RankTable | None = None  # None: nothing is known of the ranks
     incidents: Sequence[Incident] = ()  # oldest first
+    unread_open: tuple[int, ...] = ()  # numbers of incidents that are open, and not read or not to be read
     links: tuple[LinkRate, ...] = ()
     has_checkpoints: bool = False
     backup_trouble: str = ""  # why the backup makes no progress
     unwatched_since_unix_s: float = 0.0  # since when an operator has it not watched; 0: it is watched
     thresholds: Mapping[str, str] = field(default_factory=dict[str, str])  # changed by an operator, by name
     troubles: tuple[str, ...] = ()  # what could not be read, a line each
+    folder: str = ""  # the whole path of the run's folder, where it is here
 
     @property
     def open_incidents(self) -> list[Incident]:
@@ -123,3 +125,11 @@ class RunSnapshot:
             max, map(attrgetter("backed_up_step"), self.nodes), map(attrgetter("stored_step"), self.nodes)
         )
         return self.newest_step - min(kept, default=-1)
+
+
+def unread(snapshot: RunSnapshot, stuck_s: float) -> RunSnapshot:
+    """The same once a look at the run has been held up for so many seconds: nothing is heard of it."""
+    why = f"the run's folder cannot be read for {stuck_s:.0f} s: its file system hangs"
+    return replace(
+        snapshot, state="silent", age_s=snapshot.age_s + stuck_s, troubles=(why, *snapshot.troubles)
+    )

@@ -44,6 +44,7 @@ class StatusRows(msgspec.Struct):
     state: str = ""
     world_size: int = 0
     newest_step: int = -1
+    open_incidents: tuple[int, ...] = ()
     nodes: tuple[NodeRow, ...] = ()
     rank_columns: tuple[str, ...] = _COLUMNS
     backups: Backups | None = None

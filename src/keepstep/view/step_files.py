@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.core.regular_files import open_regular
+from keepstep.view.samples import MOST_RANKS
 
 _PIECE_BYTES = 256 << 10  # Read and decoded at once; no line of a node is nearly as long.
 _LONGEST_LINE = 4 << 20
@@ -119,6 +120,8 @@ class StepFiles:
                 self._back += 1
                 newest.clear()
             newest.update(dict.fromkeys(line.ranks, step))
+            if len(newest) > MOST_RANKS:  # no job has so many: the file is hostile
+                newest.clear()
             incarnation = line.inc if 0 <= line.inc <= _MOST_RANK else self._back
             self._back = max(self._back, incarnation)
             rows.setdefault(incarnation, []).extend(

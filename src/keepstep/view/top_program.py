@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import curses
 import locale
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from types import FrameType
 
+from keepstep.view.run_snapshot import unread
 from keepstep.view.run_source import RunSource
 from keepstep.view.top_look import look_at
 from keepstep.view.top_screen import Look, Piece, Screen, Style, screen
+from keepstep.view.words import answer
 
 _LEAST_PAUSE_S, _READING_PAUSE_S, _ENDED_PAUSE_S = 1.0, 0.2, 10.0
 _MOST_SHARE = 0.03  # of a core that looking at the run may take
@@ -22,6 +26,7 @@ _FIRST_SHARE, _FIRST_S = (
     0.5,
     0.5,
 )  # a larger one, until it has taken so many seconds, as a small run is read then
+_STUCK_S = 20.0  # after which a look is taken to hang
 _KEYS_MS = 250  # for so long a key is waited for, before it is looked whether there is news
 _SCROLLS = {
     ord("j"): 1, curses.KEY_DOWN: 1, ord("k"): -1, curses.KEY_UP: -1, ord("g"): -1_000_000, ord("G"): 1_000_000,
@@ -56,6 +61,8 @@ class _Watcher:
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="run", daemon=True)
         self.newest: Look | None = None
+        self._began_s = math.inf  # of the look that is being taken
+        self._held_up: tuple[tuple[float, int], Look] | None = None
         self.error: BaseException | None = None
 
     def _watch(self) -> None:
@@ -63,13 +70,27 @@ class _Watcher:
         try:
             while not self._ended.is_set():
                 began_s = time.thread_time()
+                self._began_s = time.monotonic()
                 self.newest = look_at(self._source, self._run)
+                self._began_s = math.inf
                 cost_s = time.thread_time() - began_s
                 spent_s += cost_s
                 share = _FIRST_SHARE if spent_s < _FIRST_S else _MOST_SHARE
                 self._ended.wait(max(self._least_pause_s(), cost_s / share))
         except BaseException as error:
             self.error = error
+
+    def look(self) -> Look | None:
+        """The newest look; while the next one is held up, as by a file system that hangs, what that means."""
+        look, began_s = self.newest, self._began_s
+        stuck_s = time.monotonic() - began_s
+        if look is None or look.snapshot.end is not None or stuck_s < _STUCK_S:
+            return look
+        when = began_s, int(stuck_s / _STUCK_S)  # drawn anew now and then
+        if self._held_up is None or self._held_up[0] != when:
+            snapshot = unread(look.snapshot, stuck_s)
+            self._held_up = when, replace(look, snapshot=snapshot, answer=answer(snapshot, self._run))
+        return self._held_up[1]
 
     def _least_pause_s(self) -> float:
         if not self._source.is_whole:  # what happened before is still read
@@ -104,7 +125,7 @@ class _Top:
         while True:
             if self._watcher.error is not None:
                 raise self._watcher.error
-            look = self._watcher.newest
+            look = self._watcher.look()
             if look is not drawn and look is not None:
                 self._draw(look)
                 drawn = look

@@ -6,10 +6,12 @@ import shlex
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from keepstep.core.exit_codes import Category
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
-from keepstep.core.ranges import fold_nodes
+from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.report.wording import closing
 from keepstep.view.advice import Step, clean, command
 from keepstep.view.incident_words import (
@@ -117,14 +119,16 @@ def _of_silence(
 ) -> Answer:
     step = f"; newest step {snapshot.newest_step}" if snapshot.newest_step >= 0 else ""
     last = clock(snapshot.unix_s, snapshot.unix_s + snapshot.age_s) if snapshot.unix_s else ""
-    advice = (
+    advice = [
         Step("See whether its launchers live: if not, it was killed, and nothing of it runs on."),
         command("asks again; a job that lives shows within seconds", "status", run),
-        Step("the controller's last words", f"tail {shlex.quote(one_line(run))}/controller.log"),
-    )
+    ]
+    if snapshot.folder:
+        log = shlex.quote(one_line(f"{snapshot.folder}/controller.log"))
+        advice.append(Step("the controller's last words", f"tail {log}"))
     return Answer(
         "unknown", clean(f"no news for {for_how_long(snapshot.age_s)}: cause unknown{step}"),
-        since=clean(f"{last}, for {for_how_long(snapshot.age_s)}" if last else ""), advice=advice,
+        since=clean(f"{last}, for {for_how_long(snapshot.age_s)}" if last else ""), advice=tuple(advice),
         notes=tuple(notes), others=tuple(headline(one) for one in open_ones[:_MOST_OTHERS]),
     )  # fmt: skip
 
@@ -156,11 +160,27 @@ def _of_no_incident(snapshot: RunSnapshot, run: str, notes: Sequence[str]) -> An
             since=clean(clock(snapshot.unwatched_since_unix_s, snapshot.unix_s)), notes=tuple(notes), others=others,
             advice=(command("when it is to be watched again", "ctl", run, "watch", "on"),),
         )  # fmt: skip
-    unwatched = 0 if snapshot.ranks is None else int((~snapshot.ranks.is_watched).sum())
+    if unread := sorted(snapshot.unread_open)[:_MOST_OTHERS]:
+        told = f"incidents open, but not to be read: {fold_ranks(unread)}; cause unknown"
+        advice = (command("whether it trains", "status", run),)
+        return Answer("unknown", told, notes=tuple(notes), others=others, advice=advice)
+    ranks, unwatched = len(snapshot.ranks or ()), _unwatched(snapshot)
     told = "healthy" if step < 0 else f"healthy: step {step}, nothing is wrong"
+    if 0 < unwatched == ranks:
+        told = f"none of its {ranks} ranks is watched" + (f"; newest step {step}" if step >= 0 else "")
+        return Answer("unknown", told, notes=tuple(notes), others=others)
     if unwatched:
-        told = f"healthy as far as it is watched: {unwatched} of {len(snapshot.ranks or ())} ranks are not"
+        told = f"healthy as far as it is watched: {unwatched} of {ranks} ranks are not"
     return Answer("healthy", told, notes=tuple(notes), others=others)
+
+
+def _unwatched(snapshot: RunSnapshot) -> int:
+    """Ranks that are not watched: their agents say so, or are not heard of themselves."""
+    ranks = snapshot.ranks
+    if ranks is None:
+        return 0
+    unheard = [node.node_rank for node in snapshot.nodes if node.agent != "ok"]
+    return int((~ranks.is_watched | np.isin(ranks.node, unheard)).sum())
 
 
 def _notes(snapshot: RunSnapshot) -> list[str]:

@@ -75,6 +75,13 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Capt
     assert all(line.isprintable() for line in lines)
 
 
+def test_a_name_that_is_no_text_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/a\xff")
+    (tmp_path / os.fsdecode(b"a\xff") / "run.json").write_text("{}")
+    assert main(["ls", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "a\\xff"
+
+
 def test_what_lives_on_this_machine_is_listed_from_anywhere(tmp_path: Path) -> None:
     run = make_run(tmp_path / "elsewhere", "live-of-a-test")
     words = [sys.executable, "-c", "input()", "keepstep.agent", "--run-dir", str(run)]

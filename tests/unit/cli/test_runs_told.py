@@ -20,7 +20,9 @@ from keepstep.ring import RingReader, create
 
 
 def _run(folder: Path, *, watched: bool = True, **end: object) -> str:
+    """A run that lives, or has ended."""
     (folder / "run.json").write_text("{}")
+    (folder / "status.json").write_text(json.dumps({"unix_s": time.time()}))
     if watched:
         (folder / "nodes" / "0").mkdir(parents=True)
         step = {"step": 7, "ranks": {"0": {"t": 10.0, "d": 0.5}}}
@@ -88,6 +90,20 @@ def test_a_job_of_which_nothing_was_recorded_is_not_called_healthy(
 ) -> None:
     assert main(["report", _run(tmp_path, watched=False, exit_code=0, reason="finished")]) == 2
     assert capsys.readouterr().out.startswith("cannot tell")
+
+
+def test_a_run_without_news_or_watching_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path)
+    status = tmp_path / "status.json"
+    status.write_text(json.dumps({"unix_s": time.time(), "unwatched_since_unix_s": time.time() - 60}))
+    assert main(["report", run]) == 2
+    assert "cannot tell: an operator has it not watched" in capsys.readouterr().out
+    status.write_text(json.dumps({"unix_s": time.time() - 7200}))
+    os.utime(status, (time.time() - 7200, time.time() - 7200))
+    assert main(["report", run]) == 2
+    assert "cannot tell: no news for 2 h" in capsys.readouterr().out
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(
@@ -184,6 +200,7 @@ def test_a_fifo_in_a_run_does_not_hold_up_its_reader(
     (run / "incidents").mkdir()
     if name == "end.json":
         (run / "status.json").write_text(json.dumps(STATUS))
+    (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     told = _refused(["report" if name.startswith("incidents") else "status", str(run)], capsys)
     assert f"{run / name}: cannot be read: is a FIFO" in told

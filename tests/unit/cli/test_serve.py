@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -87,3 +88,31 @@ def test_it_serves_a_folder_and_ends_at_a_signal_without_noise(run: Path) -> Non
         serving.send_signal(signal.SIGINT)
         assert serving.stderr.read() == ""
         assert serving.wait() in (0, 130)
+
+
+def test_it_ends_at_a_signal_though_the_file_system_hangs(run: Path) -> None:
+    program = (
+        "import sys, threading\n"
+        "from keepstep.cli import serve\n"
+        "from keepstep.view.folder import FolderSource\n"
+        "look, looks = FolderSource.refresh, []\n"
+        "def hang(*args):\n"
+        "    looks.append(0)\n"
+        "    return look(*args) if len(looks) == 1 else threading.Event().wait()\n"
+        "FolderSource.refresh, serve._END_S = hang, 0.5\n"
+        "serve.main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", program, str(run), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stderr is not None
+        url = next(word for word in serving.stderr.readline().split() if word.startswith("http://"))
+        for _ in range(500):
+            try:
+                with urllib.request.urlopen(f"{url}healthz", timeout=30):
+                    break
+            except ConnectionError:
+                time.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            urllib.request.urlopen(f"{url}api", timeout=0.5)
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(30) == 128 + signal.SIGTERM

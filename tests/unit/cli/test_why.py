@@ -47,6 +47,20 @@ def test_the_page_names_cause_and_shows_the_traceback_last(
     assert "hf_" not in "\n".join(out)
 
 
+def test_a_run_that_failed_without_an_incident_is_not_said_to_be_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    for category, code, expected in (("training", 1, 1), ("stopped", 130, 0), ("finished", 0, 0)):
+        end = {"exit_code": code, "category": category, "reason": "rank 0: exit code 1", "ended_unix_s": 1.0}
+        (tmp_path / "end.json").write_text(json.dumps(end))
+        assert main(["why", str(tmp_path)]) == expected
+        told = capsys.readouterr().out
+        assert ("nothing failed" in told, "rank 0: exit code 1" in told) == (not expected, bool(expected))
+        assert main(["why", str(tmp_path), "--json"]) == expected
+        assert json.loads(capsys.readouterr().out)["class"] == ("other" if expected else "none")
+
+
 def test_json_has_class_kind_root_line_and_culprits(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", str(log), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ from tests.manual_clock import ManualClock
 
 from keepstep.core.errors import RunError
 from keepstep.core.process_mark import process_mark
+from keepstep.core.regular_files import read_regular
 from keepstep.report.incidents import incident_to_json
 from keepstep.traces import open_run
 from keepstep.view.folder import FolderSource, Times
@@ -43,6 +44,38 @@ def test_every_kind_of_run_is_read(tmp_path: Path, kind) -> None:
     slow = 2.4 if kind == "exchange" else 1.0
     assert found.links[0].usual_bytes_per_s / found.links[0].bytes_per_s == pytest.approx(slow)
     source.close()
+
+
+def test_an_open_incident_whose_file_was_cut_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "slow", ranks=8, steps=30)
+    file = tmp_path / "run" / "incidents" / "0001.json"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    status = tmp_path / "run" / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"open_incidents": [1]}))
+    source = look(tmp_path / "run")
+    assert source.refresh().unread_open == (1,)
+    file.write_bytes(content)
+    assert source.refresh().unread_open == ()
+
+
+def test_a_layout_that_no_job_has_is_none(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", ranks=8, steps=3)
+    about = tmp_path / "run" / "run.json"
+    for layout in ("tp4-pp500000000", "tp" + "9" * 5000):
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"layout": layout}))
+        assert look(tmp_path / "run").refresh().layout is None
+
+
+def test_a_file_that_is_too_large_is_not_read_first(tmp_path: Path) -> None:
+    with open(tmp_path / "status.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="is larger than the 64 MiB"):
+        read_regular(tmp_path / "status.json", 64 << 20)
+    make_run(tmp_path / "run", ranks=8, steps=3)
+    (tmp_path / "status.json").replace(tmp_path / "run" / "status.json")
+    (told,) = look(tmp_path / "run").refresh().troubles
+    assert told.endswith("is larger than the 64 MiB that are read of it")
 
 
 def test_what_a_slow_rank_did_is_in_the_samples(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keepstep.view import step_files
 from keepstep.view.step_files import Iterations, SeenFile, StepFiles, joined
 
 MUCH = 1 << 30
@@ -116,6 +117,16 @@ def test_numbers_that_are_too_large_stop_nothing(tmp_path: Path) -> None:
     found = joined([one for part in StepFiles().read(seen(path), MUCH) for one in part])
     assert sum(len(one.rank) for one in found) == 6
     assert all(one.step.max() < 1 << 62 for one in found)
+
+
+def test_no_more_ranks_are_remembered_than_a_job_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_files, "MOST_RANKS", 8)
+    path, files = tmp_path / "iterations.jsonl", StepFiles()
+    write(path, [line(1, tuple(range(first, first + 4))) for first in range(0, 400, 4)])
+    assert len(read(files, path)) > 0
+    assert len(files._newest) <= 8
 
 
 def test_a_line_that_never_ends_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

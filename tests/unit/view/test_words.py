@@ -116,13 +116,34 @@ def test_healthy_only_as_far_as_it_is_watched() -> None:
         NodeView(0, "gpu-0", agent="silent"),
         NodeView(1, "gpu-1", notices=("rank 3: not watched: why",)),
     )
-    told = answer(replace(run(), ranks=watched, nodes=nodes, backup_trouble="no memory on gpu-1"))
+    told = answer(replace(run(), ranks=watched, nodes=nodes[1:]))
     assert told.headline == "healthy as far as it is watched: 2 of 4 ranks are not"
+    told = answer(replace(run(), nodes=nodes))
+    assert told.headline == "healthy as far as it is watched: 2 of 4 ranks are not", (
+        "what agents said last is old"
+    )
+    told = answer(replace(run(), ranks=watched, nodes=nodes, backup_trouble="no memory on gpu-1"))
+    assert (told.mood, told.headline) == ("unknown", "none of its 4 ranks is watched; newest step 512")
     assert told.notes == (
         "no heartbeat from gpu-0",
         "not backed up: no memory on gpu-1",
         "rank 3: not watched: why",
     )
+
+
+def test_the_log_of_a_silent_run_is_where_its_folder_is() -> None:
+    silent = replace(run(), state="silent", age_s=120.0, folder="/runs/the job")
+    assert answer(silent, "mine").advice[-1].command == "tail '/runs/the job/controller.log'"
+    assert len(answer(replace(silent, folder="")).advice) == 2
+
+
+def test_an_open_incident_that_cannot_be_read_is_not_healthy() -> None:
+    told = answer(replace(run(), unread_open=(7, 3, 4)))
+    assert (told.mood, told.headline) == (
+        "unknown",
+        "incidents open, but not to be read: 3-4,7; cause unknown",
+    )
+    assert answer(replace(run(SLOW), unread_open=(7,))).mood == "trouble"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from keepstep.view.notify.told_file import ToldFile, folders_for
 from keepstep.view.notify.tracker import TrackerOrder
 from keepstep.view.notify.tracker_feed import TrackerFeed
 from keepstep.view.notify.tracker_process import COMMAND, TrackerProcess
-from keepstep.view.run_snapshot import RunSnapshot
+from keepstep.view.run_snapshot import RunSnapshot, unread
 from keepstep.view.run_source import RunSource
 
 _CLOSE_S = 8.0
@@ -34,6 +34,7 @@ _TRACKER_TEST_S = 90.0
 _LAST_S = 600.0  # for what is told last, tries that fail included
 _LOOK_S, _LARGE_LOOK_S = 1.0, 5.0  # between two looks, and at a job of more than so many ranks
 _LARGE_RANKS = 4096
+_STUCK_S = 30.0  # after which a look at the run is taken to hang
 
 
 class _Told(Protocol):
@@ -46,16 +47,37 @@ class _Told(Protocol):
 
 
 class Telling:
-    """Tells all receivers. It is called with each new snapshot, and never waits for any of them."""
+    """Tells all receivers. It is called with each new snapshot, and never waits for any of them.
 
-    def __init__(self, receivers: Sequence[_Told]) -> None:
-        self._receivers = tuple(receivers)
+    Where it is not called any more, as on a file system that hangs, a thread of its own tells that nothing is heard.
+    """
+
+    def __init__(self, receivers: Sequence[_Told], stuck_s: float = _STUCK_S) -> None:
+        self._receivers, self._stuck_s = tuple(receivers), stuck_s
+        self._newest: tuple[RunSnapshot, float] | None = None  # and when it came
+        self._lock, self._closing = threading.Lock(), threading.Event()
         for one in self._receivers:
             one.start()
+        threading.Thread(target=self._watch, name="notify", daemon=True).start()
 
     def __call__(self, snapshot: RunSnapshot) -> None:
+        with self._lock:
+            self._newest = snapshot, time.monotonic()
+            self._offer(snapshot)
+
+    def _offer(self, snapshot: RunSnapshot) -> None:
         for one in self._receivers:
             one.offer(snapshot)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._stuck_s / 2):
+            with self._lock:
+                if self._newest is None or self._newest[0].end is not None:
+                    continue
+                snapshot, came_s = self._newest
+                stuck_s = time.monotonic() - came_s
+                if stuck_s >= self._stuck_s:
+                    self._offer(unread(snapshot, stuck_s))
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all receivers were told what was offered. Returns whether they were."""
@@ -64,6 +86,7 @@ class Telling:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End within about ``timeout_s`` seconds, however many hang."""
+        self._closing.set()
         closing = [threading.Thread(target=one.close, args=(timeout_s,)) for one in self._receivers]
         for thread in closing:
             thread.start()

@@ -104,6 +104,7 @@ class Notices:
         told.is_silent = self._is_silent(snapshot)
         told.allowance = float(self._rules.at_once)
         self._done.update(one.number for one in snapshot.incidents if one.status != "open")
+        told.first = max((one.number for one in snapshot.incidents), default=0)
         self._has_new_done = True
         return True
 
@@ -157,6 +158,8 @@ class Notices:
 
     def _begun(self, snapshot: RunSnapshot, one: Incident, now: float) -> list[_Change]:
         """An incident that was not told yet. It may be over already, as a death after which training goes on."""
+        if one.status != "open" and one.number < self.told.first:
+            return []
         if one.status == "transient" or (one.status == "ended" and self._end_of(snapshot) is not None):
             return []  # it had no verdict, or the notice of the end tells of it
         what: What = "over" if one.status == "relieved" else "opened"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from keepstep.core.errors import RunError
 from keepstep.core.home import home_folder
@@ -16,6 +17,7 @@ from keepstep.core.regular_files import read_regular
 from keepstep.view.notify.told_state import Told, told_from_json, told_to_json
 
 _MOST_BYTES = 64 << 20
+_PATIENCE_S = 5.0  # for a file to be written
 
 
 def folders_for(run: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -41,6 +43,7 @@ class ToldFile:
         self._path: Path | None = None
         self._lock = -1
         self._kept: bytes = b""
+        self._writing = Thread()  # the last one
         self.trouble = ""  # why what was told is not kept, or told again
 
     def take_over(self) -> Told | None:
@@ -84,11 +87,20 @@ class ToldFile:
         content = told_to_json(told)
         if self._path is None or content == self._kept:
             return
+        if not self._writing.is_alive():
+            # In a thread, as a file system that hangs must not keep from telling that it does.
+            self._writing = Thread(target=self._write, args=(self._path, content), daemon=True)
+            self._writing.start()
+            self._writing.join(_PATIENCE_S)
+        if self._writing.is_alive():
+            self.trouble = f"{self._path}: its file system hangs: after a restart it is told again"
+
+    def _write(self, path: Path, content: bytes) -> None:
         try:
-            write_whole(self._path, content)
+            write_whole(path, content)
             self._kept, self.trouble = content, ""
         except OSError as error:
-            self.trouble = f"{self._path}: {error.strerror}: after a restart it is told again"
+            self.trouble = f"{path}: {error.strerror}: after a restart it is told again"
 
     def close(self) -> None:
         """Let another server tell."""

@@ -47,6 +47,9 @@ class Told(msgspec.Struct):
 
     schema: int = TOLD_SCHEMA
     has_begun: bool = False  # what was over before the first look is not told
+    first: int = (
+        0  # the newest incident at that look: what is read later, but older and over, is not told either
+    )
     done: str = ""  # numbers of the incidents of which nothing more is told, folded
     identity: tuple[int, float] = (-1, 0.0)  # number and time of the newest incident: another run has others
     open: dict[int, ToldIncident] = {}

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from keepstep.core.errors import KeepstepError
+from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.report.verdict import render
 from keepstep.view.run_snapshot import RunSnapshot
@@ -35,6 +37,7 @@ _MOST_LOGIN_BYTES = 2048
 _LOGIN_S = 5.0
 _MOST_LISTED = 200
 _MOST_TEXT = 65_536
+_MOST_WAITING = 16  # for a picture or a verdict
 _encode = msgspec.json.Encoder().encode
 
 Exposition = Callable[[RunSnapshot, SampleStore], bytes]
@@ -73,8 +76,8 @@ def make_app(served: Served) -> App:
         Route("/favicon.ico", pages.icon),
         Route("/api", pages.state),
         Route("/api/incidents", pages.incidents),
-        Route("/api/incidents/{number:int}", pages.incident),
-        Route("/api/pipeline/{number:int}", pages.pipeline),
+        Route("/api/incidents/{number}", pages.incident),
+        Route("/api/pipeline/{number}", pages.pipeline),
         Route("/api/tile", pages.tile),
         Route("/api/cell", pages.cell),
         Route("/api/events", pages.events),
@@ -85,13 +88,25 @@ def make_app(served: Served) -> App:
 
 
 @cache
-def _file(name: str) -> tuple[bytes, bytes] | None:
-    """The content of a static file, plain and gzipped; the names are those that the folder has."""
-    known = {path.name: path for path in STATIC.iterdir() if path.suffix in _KINDS}
-    if name not in known:
-        return None
-    content = known[name].read_bytes()
-    return content, gzip.compress(content, 9, mtime=0)
+def _files() -> dict[str, tuple[bytes, bytes]]:
+    """The static files by name, plain and gzipped."""
+    known = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _KINDS}
+    return {name: (content, gzip.compress(content, 9, mtime=0)) for name, content in known.items()}
+
+
+class _Turns(asyncio.Lock):
+    """A lock for which few wait: whoever has gone meanwhile would be waited for, too."""
+
+    waiting = 0
+
+    async def __aenter__(self) -> None:
+        if self.waiting >= _MOST_WAITING:
+            raise HTTPException(503, "too many ask for this at once; ask again", {"retry-after": "5"})
+        self.waiting += 1
+        try:
+            await self.acquire()
+        finally:
+            self.waiting -= 1
 
 
 class _Pages:
@@ -101,17 +116,17 @@ class _Pages:
         self._served, self._feed = served, served.feed
         self._exposed: tuple[int, bytes] | None = None
         self._expose = asyncio.Lock()
-        self._draws = asyncio.Lock()  # one at a time: reading rings takes a core for a while
+        self._draws = _Turns()  # one at a time: reading rings takes a core for a while
 
     async def page(self, request: Request) -> Response:
-        return _packed(request, _file("index.html"), _KINDS[".html"])
+        return _packed(request, _files().get("index.html"), _KINDS[".html"])
 
     async def static(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return _packed(request, _file(name), _KINDS.get(Path(name).suffix, "text/plain"))
+        return _packed(request, _files().get(name), _KINDS.get(Path(name).suffix, "text/plain"))
 
     async def icon(self, request: Request) -> Response:
-        return _packed(request, _file("icon.svg"), _KINDS[".svg"])
+        return _packed(request, _files().get("icon.svg"), _KINDS[".svg"])
 
     async def health(self, request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -149,7 +164,8 @@ class _Pages:
         """Incidents before a number, newest last, at most so many."""
         before, most = _number(request, "before", 1 << 40), _number(request, "most", 100)
         incidents = (await self._feed.newest()).snapshot.incidents
-        older = [one for one in incidents if one.number < before][-min(most, _MOST_LISTED) :]
+        older = [one for one in incidents if one.number < before]
+        older = older[max(len(older) - min(most, _MOST_LISTED), 0) :]
         content = await asyncio.to_thread(
             lambda: _encode({"count": len(incidents), "incidents": incidents_content(older)})
         )
@@ -157,23 +173,18 @@ class _Pages:
 
     async def incident(self, request: Request) -> Response:
         """One incident, with its verdict as text."""
-        moment = await self._feed.newest()
-        number = request.path_params["number"]
-        one = next((one for one in moment.snapshot.incidents if one.number == number), None)
+        snapshot = (await self._feed.newest()).snapshot
+        one = _incident_of(request, snapshot)
         if one is None:
             return PlainTextResponse("there is no such incident\n", 404)
-        try:
-            text = render(one, run=moment.snapshot.name, timeline=True, now_unix_s=moment.snapshot.unix_s)
-        except KeepstepError as error:
-            text = one_line(str(error))
-        content = {**incidents_content([one])[0], "verdict": text[:_MOST_TEXT]}
-        return JSONResponse(content)
+        async with self._draws:
+            text = await asyncio.to_thread(_verdict, one, snapshot)
+        return JSONResponse({**incidents_content([one])[0], "verdict": text[:_MOST_TEXT]})
 
     async def pipeline(self, request: Request) -> Response:
         """The Gantt of an incident's pipeline."""
         snapshot = (await self._feed.newest()).snapshot
-        number = request.path_params["number"]
-        one = next((one for one in snapshot.incidents if one.number == number), None)
+        one = _incident_of(request, snapshot)
         if one is None:
             return PlainTextResponse("there is no such incident\n", 404)
         async with self._draws:
@@ -210,6 +221,19 @@ class _Pages:
         return _packed(request, (self._exposed[1], None), "text/plain; version=0.0.4; charset=utf-8")
 
 
+def _incident_of(request: Request, snapshot: RunSnapshot) -> Incident | None:
+    number = _whole(request.path_params["number"], -1)
+    return next((one for one in snapshot.incidents if one.number == number), None)
+
+
+def _verdict(incident: Incident, snapshot: RunSnapshot) -> str:
+    """Takes seconds where there are very many victims."""
+    try:
+        return render(incident, run=snapshot.name, timeline=True, now_unix_s=snapshot.unix_s)
+    except KeepstepError as error:
+        return one_line(str(error))
+
+
 def _window(request: Request) -> Window:
     return Window(
         mode="peers" if request.query_params.get("mode") == "peers" else "own",
@@ -223,7 +247,10 @@ def _window(request: Request) -> Window:
 
 
 def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, "")
+    return _whole(request.query_params.get(name, ""), default)
+
+
+def _whole(text: str, default: int) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 13 else default
 
 

@@ -32,13 +32,15 @@ def page_content(
     snapshot: RunSnapshot, run: str, usual_s: npt.NDArray[np.float32] | None = None
 ) -> dict[str, Any]:
     """The sections of the page. Each is sent again only when it has changed, so what often changes stands apart."""
+    shown = shown_incidents(snapshot.incidents)
     return {
         "job": {**_job(snapshot), "run": cut(run or snapshot.name)},
         "clock": {"unix_s": round(snapshot.unix_s, 1), "age_s": round(snapshot.age_s, 1)},
         "ranks": _worst_ranks(snapshot, usual_s),
         "nodes": _nodes(snapshot),
         "links": _links(snapshot),
-        "incidents": incidents_content(shown_incidents(snapshot.incidents)),
+        "older_open": [one.number for one in shown[:-MOST_INCIDENTS]],  # which a viewer goes on to show
+        "incidents": incidents_content(shown),
     }
 
 

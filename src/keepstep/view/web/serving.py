@@ -10,7 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,26 @@ def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-def bound_socket(address: Address) -> socket.socket:
+class _Door(socket.socket):
+    """A listening socket that lets so many in at once, those included whose TLS has not begun: each takes a file."""
+
+    def __init__(self, family: int, kind: int, proto: int, most: int) -> None:
+        super().__init__(family, kind, proto)
+        self._most = most
+        self._inside: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As `socket.accept`. Closes a connection that is one too many, and raises ConnectionAbortedError."""
+        came, whence = super().accept()
+        self._inside = [one for one in self._inside if one.fileno() >= 0]
+        if len(self._inside) >= self._most:
+            came.close()
+            raise ConnectionAbortedError
+        self._inside.append(came)
+        return came, whence
+
+
+def bound_socket(address: Address, most_connections: int = MOST_CONNECTIONS) -> socket.socket:
     """A listening socket at the address. Raises RunError, which says what to do."""
     try:
         family, kind, proto, _, place = socket.getaddrinfo(
@@ -85,7 +104,7 @@ def bound_socket(address: Address) -> socket.socket:
         )[0]
     except OSError as error:
         raise RunError(f"--listen {address}: {error.strerror}; name an address of this machine") from error
-    made = socket.socket(family, kind, proto)
+    made = _Door(family, kind, proto, most_connections)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(place)
@@ -103,10 +122,8 @@ def bound_socket(address: Address) -> socket.socket:
 
 @dataclass(slots=True)
 class _Limits:
-    most_connections: int = MOST_CONNECTIONS
     request_s: float = _REQUEST_S
     unread_s: float = _UNREAD_S
-    open: set[object] = field(default_factory=set[object])
 
 
 class _BoundedProtocol(H11Protocol):
@@ -118,14 +135,9 @@ class _BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.limits.open) >= self.limits.most_connections:
-            transport.abort()
-            return
-        self.limits.open.add(self)
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.open.discard(self)
         for timer in (self._waits, self._unread):
             if timer is not None:
                 timer.cancel()
@@ -173,16 +185,14 @@ class WebServer(uvicorn.Server):
         *,
         tls: ssl.SSLContext | None = None,
         closing: Callable[[], None] = lambda: None,
-        most_connections: int = MOST_CONNECTIONS,
         request_s: float = _REQUEST_S,
         unread_s: float = _UNREAD_S,
     ) -> None:
-        protocol = type(
-            "BoundedProtocol", (_BoundedProtocol,), {"limits": _Limits(most_connections, request_s, unread_s)}
-        )
+        limits = {"limits": _Limits(request_s, unread_s)}
+        self._kind: Any = type("BoundedProtocol", (_BoundedProtocol,), limits)
         config = uvicorn.Config(
             app,
-            http=protocol,
+            http=self._kind,
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -195,12 +205,22 @@ class WebServer(uvicorn.Server):
             h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         )
         super().__init__(config)
-        self._tls, self._closing = tls, closing
+        self._tls, self._closing, self._request_s = tls, closing, request_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at the sockets."""
-        self.config.ssl = self._tls
-        await super().startup(sockets)
+        """Listen at the sockets. uvicorn would wait a minute for TLS to begin."""
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+        handshake_s = None if self._tls is None else self._request_s
+        self.servers = [
+            await loop.create_server(
+                self._protocol, sock=one, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+            for one in sockets or ()
+        ]
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self._kind(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the answers that have no end of their own, then all others."""

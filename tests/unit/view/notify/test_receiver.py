@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tests.unit.view.notify.receiving import Web, web
 from tests.unit.view.notify.told_runs import LOOSE, START_S, over, seen, slow
 
+from keepstep.view.notify import told_file
 from keepstep.view.notify.delivery import NotDeliveredError
 from keepstep.view.notify.notice import Notice
 from keepstep.view.notify.posting import address_of, post
@@ -219,3 +221,18 @@ def test_where_it_is_kept(tmp_path: Path) -> None:
         folders_for(tmp_path / "gone", {"HOME": str(tmp_path)})[0].parent
         == tmp_path / ".local/state/keepstep/notified"
     )
+
+
+def test_a_file_system_that_hangs_keeps_nobody_from_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, told, lines = threading.Event(), Told(), list[str]()
+    monkeypatch.setattr(told_file, "write_whole", lambda *_: hangs.wait())
+    monkeypatch.setattr(told_file, "_PATIENCE_S", 0.01)
+    one = receiver(tmp_path, told, lines)
+    offered(one, seen(), seen(slow(1, 3)), seen(over(slow(1, 3))))
+    one.close(1.0)
+    hangs.set()
+    assert told.what == ["opened", "over"]
+    assert len(lines) == 1
+    assert "its file system hangs: after a restart it is told again" in lines[0]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from tests.unit.view.notify.receiving import Web, refused_port, web
-from tests.unit.view.notify.told_runs import over, seen, slow
+from tests.unit.view.notify.told_runs import ended, over, seen, slow
 
 from keepstep.view.notify import starting
 from keepstep.view.notify.starting import Telling, start
+from keepstep.view.run_snapshot import RunSnapshot
 
 ODD = Path(__file__).with_name("odd_tracker.py")
 
@@ -143,3 +144,43 @@ def test_a_test_of_a_tracker(tmp_path: Path) -> None:
     file.write_text("[tensorboard]\nfolder = 'in the way'\n")
     ((_, why),) = starting.test(file, seen(), {})
     assert "in the way" in why
+
+
+class Offered:
+    """A receiver that keeps what it is offered."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+
+    def start(self) -> None: ...
+
+    def offer(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def settle(self, timeout_s: float) -> bool:
+        return timeout_s >= 0
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+def test_that_the_folder_cannot_be_read_any_more_is_silence() -> None:
+    receiver = Offered()
+    telling = Telling([receiver], stuck_s=0.05)
+    telling(seen(slow(1, 3)))
+    while len(receiver.snapshots) < 2:  # nobody looks: the thread that does is held up
+        time.sleep(0.01)
+    telling.close()
+    first, silent = receiver.snapshots[:2]
+    assert (first.state, silent.state) == ("running", "silent")
+    assert silent.age_s > first.age_s
+    assert "its file system hangs" in silent.troubles[0]
+    assert silent.incidents == first.incidents
+
+
+def test_of_a_job_that_has_ended_no_silence_is_told() -> None:
+    receiver = Offered()
+    telling = Telling([receiver], stuck_s=0.02)
+    telling(ended(1))
+    time.sleep(0.1)
+    telling.close()
+    assert len(receiver.snapshots) == 1

@@ -39,6 +39,15 @@ def test_an_incident_is_told_once_from_verdict_to_relief() -> None:
     assert look.what(seen(over(acted(one)))) == []
 
 
+def test_what_is_read_after_the_first_look_and_was_over_before_is_no_news() -> None:
+    look, many = Look(Rules()), [over(slow(number, 3)) for number in range(1, 41)]
+    assert look.what(seen(*many[20:])) == []
+    look.restart()
+    many[5] = slow(6, 3)
+    assert look.what(seen(*many)) == [("opened", 6)]
+    assert look.what(seen(*many, crash(41, 2))) == [("opened", 41)]
+
+
 def test_a_verdict_is_told_again_where_it_names_somebody_else() -> None:
     look = Look()
     assert look.what(seen(slow(1))) == [("opened", 1)]

@@ -124,10 +124,11 @@ def serving(
     metrics: Exposition | None = None,
     feed: Callable[[Any], Feed] = Feed,
     tls: ssl.SSLContext | None = None,
+    most_connections: int = 64,
     **limits: Any,
 ) -> Iterator[Viewer]:
     """A server of a run, until the block ends."""
-    bound = bound_socket(Address("127.0.0.1", 0))
+    bound = bound_socket(Address("127.0.0.1", 0), most_connections)
     loop_of: list[tuple[asyncio.AbstractEventLoop, WebServer]] = []
 
     async def serve() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import ssl
+import time
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,17 @@ def test_the_cookie_of_another_token_is_no_use() -> None:
     assert Access(TOKEN).cookie != Access(TOKEN[::-1]).cookie
     assert not Access(TOKEN).lets_in({"cookie": f"keepstep={Access(TOKEN[::-1]).cookie}"})
     assert not Access(TOKEN).lets_in({"cookie": "keepstep=\u00ff; =;;"})
+    assert not Access(TOKEN).lets_in(
+        {"cookie": f"keepstep{Access(TOKEN).cookie}; other={Access(TOKEN).cookie}"}
+    )
     assert not Access(TOKEN).lets_in({"authorization": f"Basic {TOKEN.decode()}"})
+
+
+def test_a_hostile_cookie_is_read_at_once() -> None:
+    began_s = time.thread_time()
+    assert not Access(TOKEN).lets_in({"cookie": 'keepstep="' + "\\" * 16_000 + '"'})
+    assert Access(TOKEN).lets_in({"cookie": f'a="\\\\"; keepstep={Access(TOKEN).cookie}'})
+    assert time.thread_time() - began_s < 1.0  # by `http.cookies` it takes 13 s
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 from dataclasses import replace
 
 import pytest
+from starlette.exceptions import HTTPException
 from tests.unit.view.web.served_run import CRASH, SLOW, MadeRun, serving
 from tests.unit.view.web.test_access import TOKEN
 
 from keepstep.core.incident import Culprit
 from keepstep.view.run_snapshot import NodeView
+from keepstep.view.web import app
 from keepstep.view.web.access import Access
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\nnode \u202e </textarea>"
@@ -72,6 +75,14 @@ def test_no_other_file_is_to_be_had(path: str) -> None:
         assert viewer.ask(path)[0] == 404
 
 
+def test_names_that_are_asked_for_are_not_kept() -> None:
+    with serving() as viewer:
+        for number in range(20):
+            assert viewer.ask(f"/static/{number}{'x' * 8000}")[0] == 404
+    assert app._files.cache_info().currsize == 1
+    assert all(len(name) < 30 for name in app._files())
+
+
 def test_foreign_text_is_json_text_and_never_html() -> None:
     named = replace(
         SLOW, culprits=(Culprit(rank=5, node=HOSTILE, cause=HOSTILE, confidence="high"),), summary=HOSTILE
@@ -128,3 +139,27 @@ def test_ten_thousand_incidents_fit() -> None:
         assert len(json.loads(viewer.ask("/api/incidents?most=99999")[2])["incidents"]) == 200
         assert json.loads(viewer.ask("/api/incidents/1")[2])["number"] == 1
         assert viewer.ask("/api/incidents/10001")[0] == 404
+        assert json.loads(viewer.ask("/api/incidents?most=0")[2])["incidents"] == []
+
+
+def test_a_number_without_end_is_no_incident_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as viewer:
+        for about in ("incidents", "pipeline"):
+            for number in ("9" * 5000, "-1", "x"):
+                assert viewer.ask(f"/api/{about}/{number}")[0] == 404
+    assert caplog.text == ""
+
+
+def test_few_wait_for_a_picture() -> None:
+    async def ask() -> list[object]:
+        turns = app._Turns()
+
+        async def draw() -> None:
+            async with turns:
+                await asyncio.sleep(0.01)
+
+        return await asyncio.gather(*(draw() for _ in range(40)), return_exceptions=True)
+
+    refused = [one for one in asyncio.run(ask()) if one is not None]
+    assert len(refused) == 40 - 1 - app._MOST_WAITING
+    assert all(isinstance(one, HTTPException) and one.status_code == 503 for one in refused)

@@ -13,6 +13,7 @@ from tests.unit.view.web.served_run import CRASH, SLOW, MadeRun
 
 from keepstep.core.incident import Culprit, Event, Link
 from keepstep.view.run_snapshot import LinkRate, NodeView, RunSnapshot
+from keepstep.view.web.feed import changed_sections
 from keepstep.view.web.page_content import page_content, shown_incidents
 
 
@@ -61,6 +62,14 @@ def test_open_incidents_are_shown_however_old() -> None:
     shown = [one.number for one in shown_incidents(many)]
     assert shown[0] == 3
     assert shown[1:] == list(range(400, 500))
+    content = page_content(replace(MadeRun().refresh(), incidents=tuple(many)), "r")
+    assert content["older_open"] == [3]
+    over = page_content(
+        replace(MadeRun().refresh(), incidents=tuple(replace(one, status="relieved") for one in many)), "r"
+    )
+    changed = changed_sections(content, over)
+    assert (changed["older_open"], changed["incidents"]) == ([], []), "a viewer shows it as open no more"
+    assert list(over).index("older_open") < list(over).index("incidents"), "as it takes them in this order"
 
 
 def test_the_worst_nodes_and_links_are_those_that_are_shown() -> None:

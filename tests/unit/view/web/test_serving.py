@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import time
+from pathlib import Path
 
 import pytest
+from tests.certificates import certificates
 from tests.unit.view.web.served_run import MadeRun, serving
 
 from keepstep.core.errors import RunError
 from keepstep.view.run_snapshot import RunSnapshot
 from keepstep.view.web.feed import Feed
-from keepstep.view.web.serving import Address, bound_socket
+from keepstep.view.web.serving import Address, bound_socket, tls_context
 
 
 def test_a_port_in_use_is_one_line_that_says_what_to_do() -> None:
@@ -94,6 +97,17 @@ def test_connections_beyond_the_limit_are_closed() -> None:
         lines.pop().close()
         for line in lines:
             line.close()
+
+
+def test_who_does_not_begin_tls_takes_no_more_room_than_others_and_is_let_go(tmp_path: Path) -> None:
+    paths = certificates(tmp_path)
+    context = tls_context(Path(paths.cert), Path(paths.key))
+    with serving(tls=context, most_connections=3, request_s=0.5) as viewer, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(viewer.raw()) for _ in range(4)]
+        began_s = time.monotonic()
+        assert ended(silent.pop())
+        assert all(map(ended, silent))
+        assert time.monotonic() - began_s < 20  # asyncio waits a minute for a handshake
 
 
 def test_who_reads_nothing_is_let_go_and_holds_up_nobody() -> None:

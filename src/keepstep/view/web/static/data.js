@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const K = window.keepstep;
-  const MOST_INCIDENTS = 120;
+  const MOST_INCIDENTS = 100; // as the server tells
   const SILENT_MS = 20000, AGAIN_MS = 3000, LONGEST_MS = 30000;
   const embedded = document.getElementById("embedded");
   const listeners = { link: () => {} };
@@ -25,8 +25,9 @@
   function mergeIncidents(changed) {
     const known = new Map((K.state.incidents || []).map((one) => [one.number, one]));
     for (const one of changed) known.set(one.number, one);
-    const all = [...known.values()].sort((a, b) => a.number - b.number);
-    K.state.incidents = all.filter((one, at) => one.status === "open" || at >= all.length - MOST_INCIDENTS);
+    const all = [...known.values()].sort((a, b) => a.number - b.number), older = new Set(K.state.older_open);
+    // Of one that is too old to be told any more only this tells that it is still open.
+    K.state.incidents = all.filter((one, at) => older.has(one.number) || at >= all.length - MOST_INCIDENTS);
   }
   function mergePace(part) {
     const pace = K.state.pace;
