@@ -16,7 +16,7 @@ import msgspec
 
 from keepstep import wire
 from keepstep.core.config import config_path, resolve
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import RunError, UsageError
 from keepstep.core.own_folders import write_whole
 from keepstep.launch.command.run_settings import SETTINGS
 from keepstep.report.incidents import incident_to_json
@@ -67,6 +67,11 @@ def fetch_run(run: str) -> Run:
     follower = Follower(opened, _PATIENCE_S)
     try:
         told = follower.gather_all()
+    except RunError as error:
+        if isinstance(error.__cause__, wire.AnotherJob):
+            text = f"{error}; name the job whose secret you have by its id, as ID@{found['address']}"
+            raise RunError(text) from error
+        raise
     finally:
         follower.close()
     rows = dict(told.ranks)

@@ -76,7 +76,10 @@ def test_status_report_and_orders_over_the_wire(run: Path, capsys: pytest.Captur
 
 def test_another_id_and_nobody_there(run: Path) -> None:
     async def play() -> None:
-        with controller(run) as (_, port), pytest.raises(RunError, match="another job is there"):
+        with (
+            controller(run) as (_, port),
+            pytest.raises(RunError, match=f"another job is there.* as ID@127.0.0.1:{port}"),
+        ):
             await asyncio.to_thread(fetch_run, f"other@127.0.0.1:{port}")
         with pytest.raises(
             RunError, match=f"127.0.0.1:{port}: no answer from its controller: Connection refused"
