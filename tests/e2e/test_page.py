@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.view.web.served_run import SLOW, MadeRun, Viewer, serving
+from tests.unit.view.web.served_run import CRASH, SLOW, MadeRun, Viewer, serving
 from tests.unit.view.web.test_access import TOKEN
 from tests.unit.view.web.test_gate import HOSTILE
 
@@ -108,6 +108,34 @@ def test_all_pictures_are_drawn_and_nobody_else_is_asked(seen: Seen) -> None:
             assert page.evaluate(COLOURS, name) > 3, name
         assert not seen.complaints  # a violation of the policy would be one
         assert not [url for url in seen.asked if not url.startswith((url_of(viewer), "data:"))]
+
+
+def test_a_step_that_does_not_end_is_seen(seen: Seen) -> None:
+    hang = replace(SLOW, number=3, kind="hang", onset_step=40, job_slowdown=None, actions=())
+    with serving(MadeRun(incidents=(CRASH, hang))) as viewer:
+        page = seen.open(url_of(viewer))
+        assert "Step 40 does not end: rank 5 on gpu-2." in page.inner_text("#heat .caption")
+        assert "step 40 does not end" in page.inner_text("#pace .caption")
+        page.focus("#heat canvas[tabindex]")
+        page.keyboard.press("End")  # the tiles are where they are drawn
+        until(page, "document.getElementById('heat-tells').textContent.includes('step 39')")
+        assert not seen.complaints
+
+
+def test_what_is_chosen_follows_what_is_wrong_until_somebody_chooses(seen: Seen) -> None:
+    run = MadeRun()
+    with serving(run) as viewer:
+        page = seen.open(url_of(viewer))
+        assert page.evaluate("keepstep.chosen") == 2
+        run.changes["incidents"] = (CRASH, replace(SLOW, number=3, job_slowdown=3.0), SLOW)
+        until(page, "keepstep.chosen === 3")
+        page.focus("#incidents svg[role=listbox]")
+        page.keyboard.press("ArrowDown")
+        until(page, "keepstep.chosen === 2")
+        run.changes["incidents"] = (CRASH, SLOW, replace(SLOW, number=4, job_slowdown=9.0))
+        until(page, "keepstep.state.words.incident === 4 && keepstep.incident(4)")
+        assert page.evaluate("keepstep.chosen") == 2
+        assert not seen.complaints
 
 
 def test_it_goes_on_with_the_run(seen: Seen) -> None:

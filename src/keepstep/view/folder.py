@@ -35,7 +35,8 @@ _SILENT_DEAD_S = 3.0  # the same where its launcher is known to have died
 _LARGE = 1024  # nodes
 _SHARE = 0.04  # of the time that reading what is large may take
 _CHEAP_S = 0.02  # what takes no longer is done at each look
-_HISTORY_S, _LOOK_S = 0.25, 0.02  # spent on nodes' folders in a look: in the first round, and later
+_HISTORY_S, _LOOK_S = 0.25, 0.02  # spent on nodes' folders in a look: while much is to be read, and later
+_LONG_S = 10.0  # after so long without a look much is to be read again
 _INCIDENTS_S = 0.25
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
@@ -137,6 +138,10 @@ class FolderSource:
         self._told: Told | None = None
         self._changed_s: float | None = None  # when the status was seen to change
         self._first_s = clock()
+        self._looked_s, self._rounds_behind = (
+            self._first_s,
+            1,
+        )  # rounds over the nodes in which much is to be read
         self._next_status_s = self._next_nodes_s = 0.0
         self._shown: tuple[object, ...] = ()  # of what the views of nodes and links were made
 
@@ -162,7 +167,7 @@ class FolderSource:
             self._take_told(told)
         self._told = told
         self._incidents.look(_INCIDENTS_S)
-        self._nodes.look(_LOOK_S if self._nodes.rounds else _HISTORY_S)
+        self._look_at_nodes()
         self._take_iterations()
         self._arrange()
         self._view_nodes(told)
@@ -177,6 +182,20 @@ class FolderSource:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+    def _look_at_nodes(self) -> None:
+        """Read on in the nodes' folders. A round may be under way when much has come: the next one reads the rest."""
+        now_s = self._times.monotonic()
+        if now_s - self._looked_s > _LONG_S:
+            self._rounds_behind = self._nodes.rounds + 2
+        self._looked_s = now_s
+        if self._nodes.rounds >= self._rounds_behind:
+            self._nodes.look(_LOOK_S)
+        while (
+            self._nodes.rounds < self._rounds_behind
+            and (left_s := now_s + _HISTORY_S - self._times.monotonic()) > 0
+        ):
+            self._nodes.look(left_s)
 
     def _read_small_files(self) -> None:
         known = self._known

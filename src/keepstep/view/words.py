@@ -12,7 +12,7 @@ from keepstep.core.exit_codes import Category
 from keepstep.core.incident import Incident
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_nodes, fold_ranks
-from keepstep.report.wording import closing
+from keepstep.report.wording import closing, done
 from keepstep.view.advice import Step, clean, command
 from keepstep.view.incident_words import (
     Answer,
@@ -136,11 +136,14 @@ def _of_silence(
 def _of_no_incident(snapshot: RunSnapshot, run: str, notes: Sequence[str]) -> Answer:
     past, step = len(snapshot.incidents), snapshot.newest_step
     others: tuple[str, ...] = ()
+    acted: tuple[str, ...] = ()
     if past:
         last = snapshot.incidents[-1]
         others = (
             clean(f"{past} before, the last {last.number:04d}: {headline(last)}; {closing(last).replace('  ', ', ')}"),
         )  # fmt: skip
+        taken = [action for action in last.actions if action.name != "none"]
+        acted = tuple(clean(f"about {last.number:04d}: {done(action)}") for action in taken[-1:])
     if snapshot.state == "suspended":
         told = f"suspended by an operator for {for_how_long(snapshot.state_s)}"
         return Answer(
@@ -171,7 +174,7 @@ def _of_no_incident(snapshot: RunSnapshot, run: str, notes: Sequence[str]) -> An
         return Answer("unknown", told, notes=tuple(notes), others=others)
     if unwatched:
         told = f"healthy as far as it is watched: {unwatched} of {ranks} ranks are not"
-    return Answer("healthy", told, notes=tuple(notes), others=others)
+    return Answer("healthy", told, done=acted, notes=tuple(notes), others=others)
 
 
 def _unwatched(snapshot: RunSnapshot) -> int:

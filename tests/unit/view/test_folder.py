@@ -263,6 +263,25 @@ def test_silence_is_told_by_this_clock_once_the_status_was_seen_to_change(tmp_pa
     assert (found.state, found.state_s, found.age_s) == ("silent", 11.0, 11.0)
 
 
+class TickingClock(ManualClock):
+    """Each look at it takes 15 ms."""
+
+    def __call__(self) -> float:
+        self.advance(0.015)
+        return super().__call__()
+
+
+def test_who_looks_again_after_a_while_sees_all_nodes_at_once(tmp_path: Path) -> None:
+    clock = TickingClock()
+    run = make_run(tmp_path / "run", ranks=64, steps=12)
+    source = FolderSource(open_run(tmp_path / "run"), Times(clock))
+    source.read_all()
+    clock.advance(60.0)
+    run.go_on(20)
+    source.refresh()
+    assert (source.samples.tile().colours > 0).all()
+
+
 def test_a_launcher_that_was_killed_is_silent_soon(tmp_path: Path) -> None:
     clock, unix_s = ManualClock(), time.time()
     make_run(tmp_path / "run", steps=12, now=unix_s)

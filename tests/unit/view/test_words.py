@@ -110,6 +110,15 @@ def test_nothing_wrong() -> None:
     ]
 
 
+def test_what_was_done_about_it_is_told_when_all_is_well_again() -> None:
+    moved = Action("S3, exchange of nodes", detail="gpu-1 and gpu-2 take each other's ranks")
+    over = replace(SLOW, status="relieved", relief_step=415, actions=(Action("none"), moved))
+    assert answer(run(over)).done == (
+        "about 0001: S3, exchange of nodes: gpu-1 and gpu-2 take each other's ranks",
+    )
+    assert answer(run(replace(over, actions=(Action("none", detail="nobody is told apart"),)))).done == ()
+
+
 def test_healthy_only_as_far_as_it_is_watched() -> None:
     watched = replace(table(), is_watched=~(table().rank > 1))
     nodes = (

@@ -1,9 +1,12 @@
-"""Forward, backward and waiting of a pipeline's ranks, one step before an onset and one after, from saved rings."""
+"""Forward, backward and waiting of a pipeline's ranks, one step before an onset and one after, from saved rings.
+
+The step after the onset of a hang does not end: it is drawn up to its last call, and what is in flight to the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,16 @@ from keepstep.core.events import Phase
 from keepstep.core.incident import Incident
 from keepstep.core.layout import ParallelLayout
 from keepstep.core.log_lines import one_line
+from keepstep.core.summary import IterationSummary
 from keepstep.traces import Run, open_run
 from keepstep.traces.chrome import Span
 from keepstep.traces.ring_spans import read_spans
 
 _MOST_RANKS = 16
 _MOST_BARS = 160  # of a rank in one step
+_BEYOND = 0.15  # how much longer a step that does not end is drawn than what was seen of it
+_STANDING = frozenset({"hang", "desync"})
+_IN_FLIGHT = "in_flight"  # among a span's arguments: it has not ended, and its end is when the ring was read
 _PHASES = {
     Phase.MODEL.title: "forward",
     Phase.BACKWARD.title: "backward",
@@ -47,7 +54,7 @@ def pipeline_content(path: Path | None, incident: Incident, layout: ParallelLayo
         return {"reason": "this incident has no onset step"}
     try:
         run = open_run(path)
-        rings = run.rings()
+        rings = _read_at_one_time(run)
     except KeepstepError as error:
         return {"reason": one_line(str(error))}
     if not rings:
@@ -61,7 +68,16 @@ def pipeline_content(path: Path | None, incident: Incident, layout: ParallelLayo
             continue
     if not spans:
         return {"reason": "the rings of this pipeline cannot be read"}
-    return _two_steps(run, incident, spans)
+    return two_steps(run.iterations(), incident, spans)
+
+
+def _read_at_one_time(run: Run) -> dict[int, Path]:
+    """The run's rings: those that live where all live on this host, else the saved ones, as live ones are newer."""
+    rings = run.rings()
+    saved = {rank: run.path / "rings" / f"rank-{rank:05d}.ring" for rank in rings}
+    if all(path != saved[rank] for rank, path in rings.items()):
+        return rings
+    return {rank: saved[rank] if saved[rank].is_file() else path for rank, path in rings.items()}
 
 
 def _pipeline_of(incident: Incident, layout: ParallelLayout | None, known: Sequence[int]) -> list[int]:
@@ -78,10 +94,12 @@ def _pipeline_of(incident: Incident, layout: ParallelLayout | None, known: Seque
     return sorted(others)
 
 
-def _two_steps(run: Run, incident: Incident, spans: dict[int, list[Span]]) -> dict[str, Any]:
-    """The last healthy step and the first of the new pace that every ring still has."""
+def two_steps(
+    rows: Iterable[IterationSummary], incident: Incident, spans: dict[int, list[Span]]
+) -> dict[str, Any]:
+    """The last healthy step and the first of the new pace that every ring still has; ``rows`` are of all steps."""
     onset = incident.onset_step or 0
-    times = _step_times(run, spans, onset)
+    times = _step_times(rows, spans, onset)
     first_us = max(min(span.start_us for span in its) for its in spans.values() if its)
     kept = {step: (start, end) for step, (start, end) in times.items() if start >= first_us / 1e6}
     before = max((step for step in kept if step < onset), default=None)
@@ -89,6 +107,9 @@ def _two_steps(run: Run, incident: Incident, spans: dict[int, list[Span]]) -> di
     after = min((step for step in kept if onset < step < max(until, onset + 2)), default=None)
     after = onset if after is None and onset in kept else after
     steps = [(word, step) for word, step in (("before", before), ("after", after)) if step is not None]
+    if after is None and before is not None and before == onset - 1 and incident.kind in _STANDING:
+        kept[onset], spans = _under_way(kept[before][1], spans)
+        steps.append(("stuck", onset))
     if not steps:
         return {
             "reason": f"the saved rings hold no whole step beside step {onset}: they keep the newest events only"
@@ -113,10 +134,26 @@ def _two_steps(run: Run, incident: Incident, spans: dict[int, list[Span]]) -> di
     }
 
 
-def _step_times(run: Run, spans: dict[int, list[Span]], onset: int) -> dict[int, tuple[float, float]]:
+def _under_way(
+    start_s: float, spans: dict[int, list[Span]]
+) -> tuple[tuple[float, float], dict[int, list[Span]]]:
+    """Start and end of what is drawn of a step that does not end, and the spans, those in flight up to there."""
+    seen = [span for its in spans.values() for span in its]
+    last_s = max(span.start_us if _IN_FLIGHT in span.args else span.end_us for span in seen) / 1e6
+    end_s = start_s + max(last_s - start_s, 1e-3) * (1 + _BEYOND)
+    reaching = {
+        rank: [replace(span, end_us=end_s * 1e6) if _IN_FLIGHT in span.args else span for span in its]
+        for rank, its in spans.items()
+    }
+    return (start_s, end_s), reaching
+
+
+def _step_times(
+    rows: Iterable[IterationSummary], spans: dict[int, list[Span]], onset: int
+) -> dict[int, tuple[float, float]]:
     """Start and end (Unix seconds) of the steps around the onset, over the drawn ranks."""
     found: dict[int, tuple[float, float]] = {}
-    for row in run.iterations():
+    for row in rows:
         if row.rank in spans and abs(row.step - onset) <= 64:
             start, end = found.get(row.step, (row.start_s, 0.0))
             found[row.step] = min(start, row.start_s), max(end, row.start_s + row.duration_s)

@@ -47,7 +47,7 @@ class MadeRun:
     def __init__(self, steps: int = 40, world: int = 8, **changes: Any) -> None:
         self.samples = SampleStore()
         self.looks = 0
-        self._world, self._changes = world, changes
+        self._world, self.changes = world, changes
         self.step = -1
         self._own = self._all = np.zeros(world, np.float32)
         for _ in range(steps):
@@ -80,7 +80,7 @@ class MadeRun:
             ),
             incidents=(CRASH, SLOW), links=(LinkRate(0, 1, 1e8, 9e8), LinkRate(1, 0, 9e8, 9e8)), has_checkpoints=True,
         )  # fmt: skip
-        return replace(made, **self._changes)
+        return replace(made, **self.changes)
 
     @property
     def is_whole(self) -> bool:

@@ -55,6 +55,15 @@ window.keepstep = (() => {
   }
   const count = (n, word, plural) => `${Number(n).toLocaleString("en-US")} ${n === 1 ? word : plural || word + "s"}`;
   const number = (n) => Number(n).toLocaleString("en-US");
+  // Round values from one to another, about so many at most; of seconds on a clock with `sizes` between them.
+  function ticks(from, to, most, least = 0, sizes = null) {
+    const rough = Math.max((to - from) / Math.max(most, 1), least), size = 10 ** Math.floor(Math.log10(rough));
+    if (!(rough > 0) || !isFinite(rough)) return [from];
+    const by = (sizes || [1, 2, 5, 10].map((n) => n * size)).find((one) => one >= rough * (1 - 1e-9)) ?? Math.ceil(rough / 86400) * 86400;
+    const found = [];
+    for (let at = Math.ceil(from / by - 1e-9); at * by <= to + by * 1e-9; at++) found.push(at * by);
+    return found;
+  }
 
   // Colours of ratios: blue is faster than usual, grey is usual, orange to dark red is slower. Told apart by people
   // who see no red or green, and in grey by their lightness.
@@ -118,6 +127,6 @@ window.keepstep = (() => {
     el("li", null, mark, " ", text)));
   const tellsBelow = (id, text) => el("p", { id, class: "tells", role: "status", "aria-live": "polite" }, text);
 
-  return { el, svg, put, line, seconds, bytesPerSecond, clock, count, number, colourOf, rgb, inkOn, token, isDark,
+  return { el, svg, put, line, seconds, bytesPerSecond, clock, count, number, ticks, colourOf, rgb, inkOn, token, isDark,
     addPicture, redraw, redrawAll, changed, pictures, legend, tellsBelow, state: {}, chosen: null };
 })();

@@ -131,5 +131,7 @@
   }
 
   Object.assign(K, { begin, json, ask, onLink: (told) => { listeners.link = told; }, incident: (number) =>
-    (K.state.incidents || []).find((one) => one.number === number) });
+    (K.state.incidents || []).find((one) => one.number === number),
+    // The step that is under way and does not end: the incident that says so.
+    standing: () => (K.state.incidents || []).findLast((one) => one.status === "open" && (one.kind === "hang" || one.kind === "desync")) });
 })();

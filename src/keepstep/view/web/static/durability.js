@@ -18,7 +18,7 @@
     const lost = job.loss_now_steps;
     const worst = nodes.lost_steps[nodes.lost_steps.length - 1];
     const named = nodes.rows.find((row) => lossOf(row, job.newest_step) === worst?.[0]);
-    const who = !worst ? "" : worst[1] === nodes.count ? "any node" : worst[1] === 1 && named ? line(named.name) : `one of ${worst[1]} nodes`;
+    const who = !worst ? "" : worst[1] === nodes.count && nodes.count > 1 ? "any node" : worst[1] === 1 && named ? line(named.name) : `one of ${worst[1]} nodes`;
     K.put(box,
       job.end ? el("p", { class: "caption" }, "The job has ended. This is what was kept at its end.") : el("p", { class: "big" }, "Loss now: ", el("strong", null, lost === null ? "not known" : K.count(lost, "step")),
         lost !== null && who ? ` if ${who} died` : ""),

@@ -4,6 +4,7 @@
   const K = window.keepstep, { el, line } = K;
   const MOST_ROWS = 256, LEFT = 64, BOTTOM = 26, TOP = 16, MAGIC = 0x3154534b; // "KST1"
   const HEIGHT = 340, AGAIN_MS = 3000;
+  const STRIP = 110; // where a step stands that does not end, and so has no tiles
   const box = document.getElementById("heat");
   const view = { mode: "own", row0: 0, row1: 0, column0: 0, column1: 0, follows: true };
   let tile = null, cursor = null, drag = null, asking = false, again = false, cellTimer = null, known = null, retry = null;
@@ -17,7 +18,7 @@
   const whole = el("button", { type: "button", onclick: () => zoomOut(true) }, "Show all");
   const caption = el("p", { class: "caption" });
   const scale = el("canvas", { class: "scale", role: "img", "aria-label": "Colours: blue is faster than usual, grey as usual, orange slower" });
-  const scaleBox = el("div", { class: "scale-box" }, el("span", null, "½× faster"), scale, el("span", null, "4× slower"));
+  const scaleBox = el("div", { class: "scale-box" }, el("span", null, "½× faster"), scale, el("span", null, "4× slower; empty: not known"));
   box.append(caption, el("div", { class: "bar" }, modes, whole, scaleBox), canvas, tells, el("p", { id: "heat-keys", class: "keys" },
     "Drag to zoom in. Keys: arrows move (Shift: ten tiles), + and - zoom, 0 shows all, Page Up and Down scroll."));
 
@@ -121,11 +122,13 @@
     const each = tile && tile.rows ? Math.ceil((view.row1 - view.row0) / tile.rows) : 1;
     const rows = view.row1 - view.row0 === now.rows ? K.count(now.rows, "rank") : `${K.count(view.row1 - view.row0, "rank")} of ${K.number(now.rows)}`;
     caption.textContent = `${rows}, steps ${K.number(from)} to ${K.number(to)}. A tile is ${K.count(each, "rank")} × ${K.count(now.stride, "step")}` +
-      `${each > 1 || now.stride > 1 ? " and shows its worst" : ""}.` + (now.by_layout ? ` Rows in the layout's order: ${line(K.state.job.layout.text)}.` : "");
+      `${each > 1 || now.stride > 1 ? " and shows its worst" : ""}.` + (now.by_layout ? ` Rows in the layout's order: ${line(K.state.job.layout.text)}.` : "") +
+      (stuck() ? ` Step ${stuck().onset_step ?? now.newest_step + 1} does not end: ${line(stuck().who) || "nobody is blamed"}.` : "");
     whole.disabled = isWhole();
   }
 
-  const size = () => ({ width: canvas.clientWidth, height: HEIGHT, w: canvas.clientWidth - LEFT - 4, h: HEIGHT - TOP - BOTTOM });
+  const stuck = () => (view.follows ? K.standing() : undefined);
+  const size = () => ({ width: canvas.clientWidth, height: HEIGHT, w: canvas.clientWidth - LEFT - 4 - (stuck() ? STRIP : 0), h: HEIGHT - TOP - BOTTOM });
   function paint() {
     const { width, height, w, h } = size();
     if (width < 80) return;
@@ -138,7 +141,38 @@
     if (tile && tile.rows && tile.columns) paintCells(g, w, h);
     paintAxes(g, w, h);
     paintMarks(g, w, h);
+    if (stuck()) paintStrip(g, w, h);
     paintScale();
+  }
+  function paintStrip(g, w, h) {
+    const one = stuck(), x = LEFT + w + 5, wide = STRIP - 5, rows = view.row1 - view.row0, high = h / rows;
+    const mark = K.colourOf(4), all = one.ranks.length + one.victim_count === heat().rows;
+    g.save();
+    g.beginPath();
+    g.rect(x, TOP, wide, h);
+    g.clip();
+    g.strokeStyle = K.token("--line");
+    g.lineWidth = 2;
+    for (let at = -h; at < wide; at += 9) { g.beginPath(); g.moveTo(x + at, TOP + h); g.lineTo(x + at + h, TOP); g.stroke(); }
+    g.font = "12px system-ui, sans-serif";
+    g.textAlign = "center";
+    g.textBaseline = "middle";
+    for (let row = view.row0; row < view.row1; row++) {
+      const blamed = one.ranks.includes(rankOfRow(row)), y = TOP + (row - view.row0) * high;
+      if (blamed) { g.fillStyle = K.rgb(mark); g.fillRect(x, y, wide, Math.max(high, 2)); }
+      if (high < 16 || !(blamed || all)) continue;
+      const text = blamed ? "✕ stands still" : "waits", half = g.measureText(text).width / 2 + 5;
+      if (!blamed) { g.fillStyle = K.token("--card"); g.fillRect(x + wide / 2 - half, y + high / 2 - 9, 2 * half, 18); }
+      g.fillStyle = blamed ? K.inkOn(mark) : K.token("--ink-2");
+      g.fillText(text, x + wide / 2, y + high / 2);
+    }
+    g.restore();
+    g.strokeStyle = K.token("--bad");
+    g.lineWidth = 1;
+    g.strokeRect(x - 0.5, TOP - 0.5, wide, h + 1);
+    g.fillStyle = K.token("--ink");
+    g.textAlign = "center";
+    g.fillText(`step ${one.onset_step ?? heat().newest_step + 1}`, x + wide / 2, TOP + h + 14);
   }
   let small = null;
   function paintCells(g, w, h) {
@@ -211,12 +245,12 @@
     g.textAlign = "center";
     g.fillText("rank", 0, 0);
     g.restore();
-    const columns = view.column1 - view.column0, ticks = Math.max(Math.min(columns, Math.floor(w / 90)), 1);
-    for (let i = 0; i < ticks; i++) {
-      const column = view.column0 + Math.floor(i * columns / ticks);
-      const x = LEFT + (column - view.column0) / columns * w;
+    const columns = view.column1 - view.column0, { first_step: first, stride } = heat(), [from] = stepsOf(view.column0);
+    const ticks = K.ticks(from, stepsOf(view.column1 - 1)[0], w / 90, stride);
+    for (const step of ticks.length ? ticks : [from]) {
+      const x = LEFT + ((step - first) / stride - view.column0) / columns * w, text = (step === ticks[0] ? "step " : "") + step;
       g.textAlign = "left";
-      g.fillText((i ? "" : "step ") + stepsOf(column)[0], x, TOP + h + 14);
+      if (x + g.measureText(text).width <= LEFT + w + 4) g.fillText(text, x, TOP + h + 14);
       g.beginPath(); g.moveTo(x + 0.5, TOP + h); g.lineTo(x + 0.5, TOP + h + 5); g.stroke();
     }
   }

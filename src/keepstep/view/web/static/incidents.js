@@ -4,6 +4,7 @@
   const K = window.keepstep, { el, svg, line } = K;
   const box = document.getElementById("incidents");
   const ROW = 30, MOST = 20, TOP = 6;
+  const TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
   const SHAPES = {
     onset: ["M-5,-5 L5,0 L-5,5 Z", "onset"], noticed: ["M0,-6 L5,4 L-5,4 Z", "noticed"],
     verdict: ["M-4.5,-4.5 H4.5 V4.5 H-4.5 Z", "verdict"], action: ["M0,-6 L6,0 L0,6 L-6,0 Z", "action"],
@@ -11,7 +12,7 @@
   };
   const shape = (what, attributes) => svg("path", { d: SHAPES[what][0], class: `mark ${what}`, ...attributes });
   const key = (what) => svg("svg", { width: 14, height: 14, viewBox: "-7 -7 14 14", "aria-hidden": true }, shape(what));
-  let page = 0, near = false, last = null;
+  let page = 0, near = false, last = null, byHand = false;
   const caption = el("p", { class: "caption" });
   const bar = el("div", { class: "bar" });
   const drawing = el("div");
@@ -19,6 +20,7 @@
   const details = el("div", { id: "incident-details" });
   box.append(caption, bar, drawing, tells, details);
 
+  const tick = (unix) => K.clock(unix + 0.01) + (Math.round(unix * 10) % 10 ? `.${Math.round(unix * 10) % 10}` : "");
   const began = (one) => one.onset_unix_s ?? one.detected_unix_s ?? one.events[0]?.unix_s ?? null;
   const ends = (one, now) => one.closed_unix_s ?? (one.status === "open" ? now : Math.max(one.detected_unix_s ?? 0, ...one.events.map((e) => e.unix_s ?? 0)));
   function moments(one) {
@@ -47,7 +49,13 @@
       return;
     }
     tells.hidden = false;
-    if (K.chosen === null || !K.incident(K.chosen)) K.chosen = K.state.words?.incident ?? all[0].number;
+    // Until somebody chooses, it is the one that the words above are about.
+    byHand &&= Boolean(K.incident(K.chosen));
+    const worst = K.state.words?.incident ?? all[0].number;
+    if (!byHand && K.chosen !== worst) {
+      K.chosen = worst;
+      K.changed(new Set(["chosen"]));
+    }
     const pages = Math.ceil(all.length / MOST);
     page = Math.min(page, pages - 1);
     const shown = all.slice(page * MOST, (page + 1) * MOST);
@@ -74,11 +82,10 @@
     const row = narrow ? ROW + 20 : ROW, height = TOP + shown.length * row + 22;
     const x = (unix) => left + 8 + (unix - from) / (to - from) * (width - left - 16);
     const picture = svg("svg", { width, height, role: "listbox", "aria-label": "Incidents on a time line", tabindex: 0, "aria-activedescendant": `incident-${K.chosen}`, onkeydown: move });
-    const ticks = Math.max(Math.floor((width - left) / 130), 2);
-    for (let i = 0; i <= ticks; i++) {
-      const unix = from + (to - from) * i / ticks, at = x(unix);
+    for (const unix of K.ticks(from, to, Math.max((width - left) / 90, 2), 0.1, TICKS)) {
+      const at = x(unix);
       picture.append(svg("line", { x1: at, x2: at, y1: TOP, y2: height - 20, class: "grid" }),
-        svg("text", { x: at, y: height - 6, class: "tick", "text-anchor": i === 0 ? "start" : i === ticks ? "end" : "middle" }, K.clock(unix)));
+        at > 28 && at < width - 28 ? svg("text", { x: at, y: height - 6, class: "tick", "text-anchor": "middle" }, tick(unix)) : "");
     }
     shown.forEach((one, at) => {
       const y = TOP + at * row, middle = y + (narrow ? row - 14 : row / 2), chosen = one.number === K.chosen;
@@ -109,6 +116,7 @@
     if (next) choose(next.number);
   }
   function choose(number) {
+    byHand = true;
     K.chosen = number;
     K.changed(new Set(["chosen"]));
   }
@@ -120,7 +128,7 @@
     if (is === last) return;
     last = is;
     const facts = [one.confidence && one.who ? `confidence ${one.confidence}` : "", one.cause ? line(one.cause) : "",
-      one.slowdown ? `job ×${one.slowdown.toFixed(2)}` : "", one.lost_s ? `cost ${K.seconds(one.lost_s)} so far` : "",
+      one.slowdown ? `job ×${one.slowdown.toFixed(2)}` : "", one.lost_s ? `cost ${K.seconds(one.lost_s)}${one.status === "open" ? " so far" : ""}` : "",
       one.saved_s ? `saved ${K.seconds(one.saved_s)}` : "", one.status].filter(Boolean).join(", ");
     tells.textContent = `#${one.number} ${one.kind}: ${line(one.who) || "nobody is blamed"}; ${facts}`;
     K.put(details, el("details", { open: details.firstChild?.open }, el("summary", null, `What happened in #${one.number}, in order`),
@@ -129,6 +137,6 @@
       el("p", null, "All evidence: ", el("code", { tabindex: 0 }, `keepstep report ${line(K.state.job?.run)} ${one.number}`))));
   }
 
-  const picture = K.addPicture({ needs: ["incidents", "chosen"], element: box, draw });
+  const picture = K.addPicture({ needs: ["incidents", "words", "chosen"], element: box, draw });
   K.chooseIncident = choose;
 })();

@@ -22,7 +22,7 @@
     K.put(content,
       el("p", { class: "caption" }, ratioOf(worst) > 1.25 ? `Slowest against its usual: ${name(worst[0])} to ${name(worst[1])}, ${K.bytesPerSecond(worst[2])} instead of ${K.bytesPerSecond(worst[3])}.` : "All as fast as usual.",
         links.of_nodes > links.nodes.length ? ` The ${links.nodes.length} nodes with the worst links of ${K.number(links.of_nodes)}.` : ""),
-      matrix(links), el("p", { class: "keys" }, "Rows send, columns receive. A dot or ÷: slower than usual, by how much."));
+      matrix(links), el("p", { class: "keys" }, "Rows send, columns receive; so much a second. A dot or ÷: slower than usual, by how much."));
     tell();
   }
   const namer = (links) => { const names = new Map(links.nodes); return (node) => line(names.get(node) ?? `node ${node}`); };

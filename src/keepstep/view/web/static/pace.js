@@ -22,9 +22,10 @@
       if (one.onset_step === null) continue;
       const x = u.valToPos(one.onset_step, "x", true);
       const until = one.relief_step ?? (one.status === "open" ? u.scales.x.max : null);
-      if (until !== null && one.kind === "slow") {
-        g.globalAlpha = 0.12;
-        g.fillStyle = K.token("--warm");
+      const stands = one === K.standing();
+      if (until !== null && (one.kind === "slow" || stands)) {
+        g.globalAlpha = stands ? 0.25 : 0.12;
+        g.fillStyle = K.token(stands ? "--bad" : "--warm");
         g.fillRect(x, top, Math.max(u.valToPos(until, "x", true) - x, 2), height);
         g.globalAlpha = 1;
       }
@@ -33,14 +34,15 @@
       g.setLineDash([4 * dpr, 4 * dpr]);
       g.beginPath(); g.moveTo(x, top); g.lineTo(x, top + height); g.stroke();
       g.setLineDash([]);
-      if (x - last > 70 * dpr) { g.fillText(`#${one.number} ${one.kind}`, x + 4 * dpr, top + 12 * dpr); last = x; }
+      const text = `#${one.number} ${one.kind}`, wide = g.measureText(text).width + 4 * dpr, before = x + wide > left + width;
+      if (x - last > (before ? 70 * dpr + wide : 70 * dpr)) { g.fillText(text, before ? x - wide : x + 4 * dpr, top + 12 * dpr); last = x; }
     }
     g.restore();
   }
   // A first step of a minute would make a line of all others: few very long iterations are cut off.
   function top() {
     const known = K.state.pace.iteration_s.filter((v) => v !== null).sort((a, b) => a - b);
-    return known.length ? Math.min(known[known.length - 1], 2.5 * known[Math.floor((known.length - 1) * 0.95)]) * 1.1 : 1;
+    return known.length ? Math.min(known[known.length - 1], 2.5 * known[Math.floor((known.length - 1) * 0.98)]) * 1.2 : 1;
   }
   function options(width) {
     const ink = K.token("--ink-2"), line = K.token("--line");
@@ -73,16 +75,25 @@
     tell(Math.min(Math.max((at ?? pace.steps.length - 1) + by * (event.shiftKey ? 10 : 1), 0), pace.steps.length - 1));
   });
 
+  // All is lost in a step that does not end: there is room for it behind the last one.
+  function withStanding(pace, stands) {
+    if (!stands) return [pace.steps, pace.iteration_s, pace.lost];
+    const last = pace.steps[pace.steps.length - 1], from = Math.max(stands.onset_step ?? 0, last + 1);
+    const more = [from, from + Math.max((from - pace.steps[0]) * 0.08, 1)];
+    return [[...pace.steps, ...more], [...pace.iteration_s, null, null], [...pace.lost, 1, 1]];
+  }
   function draw() {
     const pace = K.state.pace, width = Math.floor(holder.clientWidth);
     if (!pace || !pace.steps.length) { caption.textContent = "No step has been finished yet."; holder.hidden = true; return; }
     holder.hidden = false;
     const known = pace.iteration_s.filter((v) => v !== null), newest = known[known.length - 1];
     const fastest = [...known].sort((a, b) => a - b)[Math.floor((known.length - 1) / 4)];
-    caption.replaceChildren(`Usually ${K.seconds(fastest)} an iteration, ${K.state.job?.end ? "at the end" : "now"} ${K.seconds(newest)}. `,
+    const stands = K.standing();
+    const now = stands ? `; step ${stands.onset_step ?? pace.steps[pace.steps.length - 1] + 1} does not end` : `, ${K.state.job?.end ? "at the end" : "now"} ${K.seconds(newest)}`;
+    caption.replaceChildren(`Usually ${K.seconds(fastest)} an iteration${now}. `,
       K.legend([el("span", { class: "key-line cool" }), "iteration time (left)"], [el("span", { class: "key-line warm dashed" }), "share of it that is lost (right)"]));
-    holder.setAttribute("aria-label", `Iteration time by step: usually ${K.seconds(fastest)}, last ${K.seconds(newest)}`);
-    const data = [pace.steps, pace.iteration_s, pace.lost], is = `${width} ${K.isDark()}`;
+    holder.setAttribute("aria-label", `Iteration time by step: usually ${K.seconds(fastest)}${now}`);
+    const data = withStanding(pace, stands), is = `${width} ${K.isDark()}`;
     if (width < 100) return;
     if (!chart || made !== is) {
       chart?.destroy();

@@ -5,7 +5,7 @@
   const box = document.getElementById("pipeline");
   const ROW = 22, LEFT = 70;
   const WHATS = ["forward", "backward", "optimizer", "data", "wait", "other"];
-  const known = new Map();
+  const known = new Map(), asked = new Map();
   let shown = null;
 
   async function fetched(number) {
@@ -23,10 +23,11 @@
       shown = null;
       return;
     }
-    const about = `${one.number} ${one.status} ${box.clientWidth}`;
+    const is = `${one.number} ${one.status} ${one.onset_step} ${one.who} ${one.events.length}`, about = `${is} ${box.clientWidth}`;
     if (about === shown) return;
     shown = about;
-    if (one.status === "open" && !K.embedded) known.delete(one.number); // its rings may be saved meanwhile
+    if (asked.get(one.number) !== is) known.delete(one.number); // rings may have been saved meanwhile, or others are blamed
+    asked.set(one.number, is);
     const found = await fetched(one.number);
     if (one.number !== K.chosen) return;
     if (found.reason) {
@@ -36,7 +37,7 @@
     const longest = Math.max(...found.steps.map((step) => step.seconds));
     const used = new Set(found.steps.flatMap((step) => step.ranks.flatMap((rank) => rank.bars.map((bar) => bar[0]))));
     box.replaceChildren(
-      el("p", { class: "caption" }, `Incident #${one.number}, onset at step ${found.onset_step}. Both on one scale of time: ${found.steps.map((step) => `step ${step.step} took ${K.seconds(step.seconds)}`).join(", ")}. Where nothing is drawn a rank does what nothing marks: often its forward pass.`),
+      el("p", { class: "caption" }, `Incident #${one.number}, onset at step ${found.onset_step}. Both on one scale of time: ${found.steps.map((step) => step.when === "stuck" ? `step ${step.step} does not end, and is drawn up to its last call` : `step ${step.step} took ${K.seconds(step.seconds)}`).join(", ")}. Where nothing is drawn a rank does what nothing marks: often its forward pass.`),
       el("div", { class: "bar" }, K.legend(...WHATS.filter((what) => used.has(what)).map((what) => [svg("svg", { width: 22, height: 12, "aria-hidden": true }, svg("rect", { width: 22, height: 12, class: `block ${what}` })),
         what === "wait" ? "in communication" : what]))),
       ...found.steps.map((step) => gantt(step, longest, found.culprits)));
@@ -47,10 +48,8 @@
     const told = step.ranks.map((rank) => `rank ${rank.rank}: ${WHATS.map((what) => [what, rank.bars.filter((bar) => bar[0] === what).reduce((sum, bar) => sum + bar[2] - bar[1], 0)])
       .filter(([, s]) => s > 0).map(([what, s]) => `${what} ${K.seconds(s)}`).join(", ")}`).join("; ");
     const drawing = svg("svg", { width, height, role: "img", "aria-label": `Step ${step.step}. ${told}` });
-    const ticks = Math.max(Math.floor(width / 140), 2);
-    for (let i = 0; i <= ticks; i++) {
-      const s = longest * i / ticks;
-      drawing.append(svg("line", { x1: x(s), x2: x(s), y1: 0, y2: height - 16, class: "grid" }), svg("text", { x: x(s), y: height - 3, class: "tick", "text-anchor": i === ticks ? "end" : "middle" }, K.seconds(s)));
+    for (const s of K.ticks(0, longest, Math.max(width / 100, 2))) {
+      drawing.append(svg("line", { x1: x(s), x2: x(s), y1: 0, y2: height - 16, class: "grid" }), svg("text", { x: x(s), y: height - 3, class: "tick", "text-anchor": x(s) > width - 24 ? "end" : "middle" }, K.seconds(s)));
     }
     step.ranks.forEach((rank, row) => {
       const y = row * ROW, isCulprit = culprits.includes(rank.rank);
@@ -62,7 +61,7 @@
         drawing.append(bar);
       }
     });
-    return el("figure", null, el("figcaption", null, `${step.when === "before" ? "Before" : "After"}: step ${step.step}, ${K.seconds(step.seconds)}`), drawing);
+    return el("figure", null, el("figcaption", null, step.when === "stuck" ? `After: step ${step.step}, which does not end` : `${step.when === "before" ? "Before" : "After"}: step ${step.step}, ${K.seconds(step.seconds)}`), drawing);
   }
   K.addPicture({ needs: ["incidents", "chosen", "job"], element: box, draw });
 })();

@@ -32,9 +32,7 @@
     const x = (s) => left + s / total * (width - left - 70);
     const text = found.phases.map(([name, s]) => `${line(name)} ${K.seconds(s)}`).join(", ");
     const drawing = svg("svg", { width, height, role: "img", "aria-label": `Phases of the recovery: ${text}` });
-    const ticks = width - left < 330 ? 2 : 4;
-    for (let i = 0; i <= ticks; i++) {
-      const s = total * i / ticks;
+    for (const s of K.ticks(0, total, width - left < 330 ? 3 : 5)) {
       drawing.append(svg("line", { x1: x(s), x2: x(s), y1: 0, y2: height - 20, class: "grid" }), svg("text", { x: x(s), y: height - 5, class: "tick", "text-anchor": "middle" }, K.seconds(s)));
     }
     let from = 0;
