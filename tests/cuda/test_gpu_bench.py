@@ -46,6 +46,7 @@ def lines_of(part: str, folder: Path) -> dict[str, dict[str, Any]]:
     return {one["name"].removeprefix("stand-in: "): one for one in report["lines"]}
 
 
+@pytest.mark.long
 def test_the_gate(tmp_path: Path) -> None:
     lines = lines_of("gate", tmp_path)
     meanwhile = "while the gate holds the compute stream: done meanwhile"

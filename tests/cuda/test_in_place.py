@@ -130,6 +130,7 @@ SMALL = {"STAND_IN_MEMORY_GB": "1", "HELD": "1"}
             {**SMALL, "BALLAST_GB": "0.6"},
             "something outside the training still holds 0.60 GiB of its GPU's memory, of which 0.40 GiB is left",
             id="held",
+            marks=pytest.mark.long,
         ),
         pytest.param({**SMALL, "BALLAST_GB": "0.3"}, "", id="held-fits", marks=pytest.mark.long),
         pytest.param({"GATE": "unopened"}, "", id="unopened", marks=pytest.mark.long),

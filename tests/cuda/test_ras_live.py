@@ -33,6 +33,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.long
 def test_who_is_behind_by_ras_is_named(tmp_path: Path, free_port: int) -> None:
     console = verdict(tmp_path, f"localhost:{free_port}", 110)
     told = console[console.rindex("HANG ") :]

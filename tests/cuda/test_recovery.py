@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmarks.stand_in.faults import Fault
 from benchmarks.stand_in.late_memory import WAITS
 from benchmarks.stand_in.launch import TRAIN, run
@@ -27,6 +28,7 @@ def test_a_killed_rank_is_named_and_the_job_is_started_again(tmp_path: Path) -> 
     assert all(set(device.marks) == set(range(STEPS)) for device in done.devices)
 
 
+@pytest.mark.long
 def test_successors_wait_until_a_full_devices_memory_is_free(tmp_path: Path) -> None:
     done = run(
         TRAIN,

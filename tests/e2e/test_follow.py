@@ -20,6 +20,7 @@ from keepstep.view.node_links import read_paths
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(900)]
 
 
+@pytest.mark.long
 def test_a_job_is_followed_wherever_its_controller_is(tmp_path: Path) -> None:
     reason = beds.missing()
     if reason:

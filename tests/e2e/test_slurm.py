@@ -159,6 +159,7 @@ def test_a_node_that_slurm_has_down_already_is_drained_with_our_reason(bed: Slur
     assert "DOWN+DRAIN" in bed.run("scontrol", "show", "node", "n1").stdout.replace("*", "")
 
 
+@pytest.mark.long
 def test_while_slurmctld_is_away_training_goes_on_and_a_lost_node_is_told_later(bed: SlurmBed) -> None:
     bed.run("scontrol", "update", "NodeName=n5", "State=DRAIN", "Reason=fan of rack 7")
     spare = ("--nnodes", "3", "--max-restarts", "2")
@@ -178,6 +179,7 @@ def test_while_slurmctld_is_away_training_goes_on_and_a_lost_node_is_told_later(
     assert reasons(bed)["n5"] == "fan of rack 7"
 
 
+@pytest.mark.long
 def test_a_node_that_an_operator_drains_leaves_the_job_and_slurm_gives_it_to_nobody(bed: SlurmBed) -> None:
     spare = ("--nnodes", "2", "--max-restarts", "2")
     train = (CHECKPOINTS, str(bed.folder), "2000", "")
