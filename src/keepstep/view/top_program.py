@@ -61,7 +61,7 @@ class _Watcher:
         self._ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="run", daemon=True)
         self.newest: Look | None = None
-        self._began_s = math.inf  # of the look that is being taken
+        self._began_s = math.inf  # when the look that is being taken began
         self._held_up: tuple[tuple[float, int], Look] | None = None
         self.error: BaseException | None = None
 

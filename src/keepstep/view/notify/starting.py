@@ -54,7 +54,7 @@ class Telling:
 
     def __init__(self, receivers: Sequence[_Told], stuck_s: float = _STUCK_S) -> None:
         self._receivers, self._stuck_s = tuple(receivers), stuck_s
-        self._newest: tuple[RunSnapshot, float] | None = None  # and when it came
+        self._newest: tuple[RunSnapshot, float] | None = None  # the newest snapshot, and when it came
         self._lock, self._closing = threading.Lock(), threading.Event()
         for one in self._receivers:
             one.start()

@@ -39,7 +39,9 @@ def page_content(
         "ranks": _worst_ranks(snapshot, usual_s),
         "nodes": _nodes(snapshot),
         "links": _links(snapshot),
-        "older_open": [one.number for one in shown[:-MOST_INCIDENTS]],  # which a viewer goes on to show
+        "older_open": [
+            one.number for one in shown[:-MOST_INCIDENTS]
+        ],  # open ones that a viewer goes on to show
         "incidents": incidents_content(shown),
     }
 
