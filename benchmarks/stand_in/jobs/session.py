@@ -124,6 +124,7 @@ def train(session: keepstep.Session, total: int, folder: Path) -> None:
         script.begin(step, stream)
         script.obey(folder / f"order-{session.rank}", step)
         x = data.batch().pin_memory().cuda(non_blocking=True)
+        script.at(step, "forward")
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         script.at(step, "backward")
         loss.backward()

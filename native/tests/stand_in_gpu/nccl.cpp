@@ -33,6 +33,7 @@ std::string name_of(const char* id) {
 
 thread_local int t_depth = 0;
 thread_local std::vector<Work> t_works;
+thread_local const char* t_last_error = "";
 thread_local std::vector<CorePointer> t_joining;
 
 // All ranks of a communicator find each other in one file, gone once all have it.
@@ -114,6 +115,7 @@ Result submit(std::vector<Work> works) {
 
 Result add(Comm comm, Do what, const void* in, void* out, std::size_t count, int type, int reduction, int whom, void* stream) {
   const CorePointer core = core_of(comm);
+  t_last_error = core == nullptr ? "comm argument is NULL" : "";
   if (core == nullptr || width_of(type) == 0 || whom < -1 || whom >= core->size) return kInvalidArgument;
   stand_in::count(kCommunications);
   if (core->error != kSuccess) return core->error;
@@ -352,7 +354,7 @@ const char* ncclGetErrorString(Result error) {
     default: return "unknown result code";
   }
 }
-const char* ncclGetLastError(Comm) { return ""; }
+const char* ncclGetLastError(Comm) { return t_last_error; }
 
 Result ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int, Comm comm) {
   const CorePointer core = core_of(comm);

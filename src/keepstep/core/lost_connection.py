@@ -20,10 +20,13 @@ def _words(*patterns: str) -> re.Pattern[str]:
 # A thread of torch's that passes an error on: what counts is that error.
 _PASSED_ON = re.compile(r"terminated with exception: (?=\S)", re.IGNORECASE)
 
+# Torch's watchdog takes the communicator away that it has aborted, while another thread may be about to use it.
+_NOT_ABORTED = r"(?![\s\S]*comm argument is null)"
+
 _OWN = _words(
     r"\b(cuda|hip|xpu)( runtime| driver)? (error|failure)",
     r"uncorrectable|illegal memory access|device-side assert",
-    r"invalid (usage|argument)|nccl_?invalid|duplicate gpu",
+    rf"(invalid (usage|argument)|nccl_?invalid){_NOT_ABORTED}|duplicate gpu",
     r"no space left|out of memory|cannot allocate|bad_alloc|too many open files|permission denied|disk quota",
     r"already in use|eaddrinuse|fail(ed)? to (bind|listen)|server (could not|cannot) be initialized",
     r"failed to extend|dataloader worker",
@@ -44,7 +47,8 @@ _OF_RANKS = _words(
     r"socketimpl\(|recvvalue|sendbytes|recvbytes|tcpstore|store->get|dist(network|store)error|client socket has",
     r"watchdog (caught|got stuck|thread)|collective operation timeout|heartbeat ?monitor",
     r"operations have failed or timed out|to avoid data inconsistency|rpc ran for more than",
-    r"ccl ?remote ?error|remote process exited|ccl communicator was aborted|got completion from peer",
+    r"ccl ?remote ?error|remote process exited|got completion from peer",
+    r"ccl communicator was aborted|comm argument is null",
     r"unhandled system error|ccl ?system ?error",
     r"operation timed out!|\d ?ms for \w+ operation to complete|timeout caused pair closure",
     r"wait timeout after|timeout waiting for key|seconds waiting for clients",

@@ -62,6 +62,16 @@ def on_device() -> list[Any]:
     return [group for group in made() if "nccl" in _backends(group)]
 
 
+def failure_on_device() -> str:
+    """What torch's watchdog has found wrong with a communicator of NCCL's; "": nothing, or this torch does not tell."""
+    for group in on_device():
+        for device in group._device_types:
+            told: Any = getattr(group._get_backend(device), "get_error", None)
+            if told is not None and (error := told()).value:
+                return f"torch found the communicator in error ({error.name})"
+    return ""
+
+
 def abort(groups: Sequence[Any]) -> None:
     """End the operations of groups on GPUs, so that whoever waits for one goes on. It may never return."""
     for group in groups:

@@ -266,7 +266,12 @@ def _lost(error: BaseException) -> str:
     """What tells of a lost peer, as ``type: message``; "": nothing does."""
     if not isinstance(error, Exception):
         return ""
-    return next((f"{type(one).__name__}: {one}" for one in _chain(error) if tells_of_another(str(one))), "")
+    chain = _chain(error)
+    told = next((f"{type(one).__name__}: {one}" for one in chain if tells_of_another(str(one))), "")
+    # NCCL may call the use of a communicator an error of the caller's that the watchdog has just aborted.
+    if not told and any(isinstance(one, dist.DistBackendError) for one in chain):
+        return groups.failure_on_device()
+    return told
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -23,6 +23,9 @@ LOST = (
     "c10::DistBackendError: [PG ID 0 PG GUID 0 Rank 3] Process group watchdog thread terminated with exception: "
     "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3",
     "DistBackendError: NCCL communicator was aborted on rank 5.",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3888, invalid argument (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.30.7\nncclInvalidArgument: Invalid value for an argument.\nLast error:\n"
+    "comm argument is NULL",
     "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:410, unhandled system error, NCCL version 2.21.5",
     "node-2: NCCL WARN NET/IB : Got completion from peer 10.0.0.9<4711> with status=12 opcode=0 len=0 vendor err 129",
     "TrainingFailed: the step did not end: [gloo/gloo/transport/tcp/pair.cc:9] Connection closed by peer [::1]:5",
@@ -61,6 +64,7 @@ OWN = (
     "DistBackendError: NCCL error in: NCCLUtils.hpp:317, unhandled system error, NCCL version 2.21.5; "
     "Error while creating shared memory segment /dev/shm/nccl-abc: No space left on device",
     "DistBackendError: NCCL error in: init.cc:9, internal error, NCCL version 2.21.5; no socket interface found",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:874, invalid argument, NCCL version 2.10.3",
     "NCCL communicator was aborted on rank 5. Original reason for failure was: CUDA error: assert triggered",
     "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
     "RuntimeError: ProcessGroupGloo::allreduce: invalid tensor layout",
