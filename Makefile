@@ -58,15 +58,16 @@ $(READY): pyproject.toml CMakeLists.txt $(NATIVE)
 	$(PIP) -c $(VENV)/constraint.txt -e .
 	@touch $@
 
+# The package is installed already: not built again, as `-e .` would.
 $(DEV): $(READY)
-	$(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot]"
+	$(PIP) -c $(VENV)/constraint.txt "keepstep[dev,plot]"
 	@touch $@
 
 # What the integrations are for; torch stays as it is.
 frameworks: $(FRAMEWORKS)
 
 $(FRAMEWORKS): $(DEV)
-	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/constraint.txt -e ".[dev,plot,lightning,deepspeed,megatron]" accelerate transformers
+	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/constraint.txt "keepstep[dev,plot,lightning,deepspeed,megatron]" accelerate transformers
 	@touch $@
 
 # The newest NCCL for CUDA 12 and 13, for the tests that look at its header and library (700 MB).
@@ -141,7 +142,7 @@ lint: $(DEV)
 	$(BIN)/python tools/import_circles.py src benchmarks tests
 
 types: $(DEV)
-	$(BIN)/pyright --threads $(JOBS)
+	$(BIN)/pyright
 
 # Not --quiet: warnings would be neither shown nor counted.
 docs: $(DEV)

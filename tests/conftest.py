@@ -7,6 +7,7 @@ the other workers wait.
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (not is_quiet(item), item.get_closest_marker("e2e") is None, "/unit/" in item.nodeid)
     )
+
+
+def pytest_collection_finish() -> None:
+    """Spare each garbage collection the search through all tests and what they have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

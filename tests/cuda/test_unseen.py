@@ -9,7 +9,7 @@ from benchmarks.stand_in.launch import run
 
 
 def test_what_is_not_seen_of_nccl_is_told_once_and_the_job_trains_on(tmp_path: Path) -> None:
-    words = ["--layout", "ddp", "--steps", "300", "--layers", "4"]
+    words = ["--layout", "ddp", "--steps", "120", "--layers", "4"]
     done = run(
         Path(__file__).with_name("wrapped_job.py"), words, tmp_path, ranks=4, kernel_us=2000, timeout_s=180
     )

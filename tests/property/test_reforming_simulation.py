@@ -11,7 +11,7 @@ import pytest
 from tests.effort import many
 from tests.unit.control.virtual_faults import HARMLESS, World
 
-SEEDS = many(200)
+SEEDS = many(100)
 BLOCKS = 20
 REPLAY = "KEEPSTEP_REFORMING_SEED={} pytest tests/property/test_reforming_simulation.py -k one_seed"
 

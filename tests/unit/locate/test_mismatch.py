@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.effort import many
 from tests.unit.locate.synthetic_desyncs import MISTAKES, Made, Mistake, Run, flat, training
 
 from keepstep.core.events import Op
@@ -29,7 +30,7 @@ def run_with(mistake: Mistake, seed: int, world: int) -> tuple[Run, int]:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 @pytest.mark.parametrize("world", [3, 4, 8])
 def test_the_odd_rank_of_many_is_named_and_nobody_else(mistake: Mistake, world: int) -> None:
-    for seed in range(15):
+    for seed in range(many(5)):
         run, odd = run_with(mistake, seed, world)
         found = locate_hang(run.evidence())
         assert [culprit.rank for culprit in found.culprits] == [odd], (seed, found)
@@ -39,7 +40,7 @@ def test_the_odd_rank_of_many_is_named_and_nobody_else(mistake: Mistake, world: 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_of_two_ranks_none_is_blamed_for_sure(mistake: Mistake) -> None:
-    for seed in range(15):
+    for seed in range(many(5)):
         run, odd = run_with(mistake, seed, 2)
         found = locate_hang(run.evidence())
         if mistake.__name__ == "left_early":
@@ -52,7 +53,7 @@ def test_of_two_ranks_none_is_blamed_for_sure(mistake: Mistake) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_ranks_on_their_way_never_differ(world: int) -> None:
-    for seed in range(25):
+    for seed in range(many(8)):
         rng = random.Random(seed)
         groups, steps = training(rng, world)
         run = Run([flat(steps)] * world, groups, moves=rng.randrange(1500), seed=seed)
@@ -66,7 +67,7 @@ DIFFERING = [mistake for mistake in MISTAKES if mistake.__name__.startswith(("an
 
 @pytest.mark.parametrize("mistake", DIFFERING, ids=lambda mistake: mistake.__name__)
 def test_who_dies_or_fails_of_it_does_not_matter(mistake: Mistake) -> None:
-    for seed in range(25):
+    for seed in range(many(8)):
         rng = random.Random(seed)
         run, odd = run_with(mistake, seed, rng.choice([3, 4, 8]))
         states = run.states()
