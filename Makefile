@@ -88,7 +88,7 @@ kubernetes:
 cuda: $(CUDA)
 	$(BIN)/python -m benchmarks.stand_in.build $(CUDA_VENV)
 
-$(CUDA): | $(DEV)
+$(CUDA): | $(READY)
 	@echo "setting up $(CUDA_VENV), once: downloads $(TORCH_CUDA) for CUDA (560 MB)" >&2
 	rm -rf $(CUDA_VENV)
 	$(BIN)/python -m venv $(CUDA_VENV)
@@ -112,7 +112,7 @@ demo: $(READY)
 test: $(DEV)
 	$(PYTEST) -n $(TESTS) --dist loadgroup -m "not long and not soak"
 
-test-cuda: cuda
+test-cuda: $(DEV) cuda
 	STAND_IN_VENV="$(CUDA_VENV)" $(PYTEST) -n $(TESTS) -m cuda tests/cuda
 
 # Another torch than $(TORCH) on Gloo: its CUDA wheel on the stand-ins, which show no GPU.
@@ -124,7 +124,7 @@ SMOKE = tests/unit/capture tests/unit/session tests/e2e/test_capture_phases.py \
   tests/e2e/test_watch.py::test_a_stopped_process_is_a_hang_until_it_goes_on
 smoke: export LD_LIBRARY_PATH := $(abspath $(CUDA_VENV))/stand_in
 smoke: export STAND_IN_DEVICES := 0
-smoke: cuda
+smoke: $(DEV) cuda
 	$(CUDA_VENV)/bin/python -m pytest -q $(SMOKE)
 	$(CUDA_VENV)/bin/python examples/demo.py
 

@@ -32,14 +32,14 @@ def is_quiet(item: pytest.Item | None) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quiet tests first and on one worker, then real jobs, each by itself; unit tests last, a file at a time."""
+    """Real jobs first, each by itself, then unit tests, a file at a time; quiet tests last and on one worker."""
     for item in items:
         if is_quiet(item):
             item.add_marker(pytest.mark.xdist_group("quiet"))
         elif "/unit/" in item.nodeid and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(
-        key=lambda item: (not is_quiet(item), item.get_closest_marker("e2e") is None, "/unit/" in item.nodeid)
+        key=lambda item: (is_quiet(item), item.get_closest_marker("e2e") is None, "/unit/" in item.nodeid)
     )
 
 

@@ -13,7 +13,8 @@ from benchmarks.stand_in.launch import TRAIN, start
 STEPS, HUNG = 20, 1
 
 
-@pytest.mark.parametrize("where", [pytest.param("backward", marks=pytest.mark.long), "optimizer"])
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
 def test_a_rank_that_hangs_in_its_last_step_is_named(where: Phase, tmp_path: Path) -> None:
     words = ["--layout", "ddp", "--steps", str(STEPS)]
     fault = Fault("hang", rank=HUNG, step=STEPS - 1, where=where)

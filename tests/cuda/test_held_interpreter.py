@@ -11,7 +11,8 @@ from benchmarks.stand_in.faults import Fault, Phase
 from benchmarks.stand_in.launch import TRAIN, start
 
 
-@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_whose_interpreter_is_held_is_named_by_what_it_has_called(
     tmp_path: Path, where: Phase
 ) -> None:

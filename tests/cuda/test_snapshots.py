@@ -8,7 +8,9 @@ import pytest
 from benchmarks.stand_in.snapshots import trials
 
 
-@pytest.mark.parametrize(("part", "seed"), [("states", 2), ("waits", 5), ("kills", 2)])
+@pytest.mark.parametrize(
+    ("part", "seed"), [("states", 2), pytest.param("waits", 5, marks=pytest.mark.long), ("kills", 2)]
+)
 def test_a_seed_of_the_bench(part: str, seed: int, tmp_path: Path) -> None:
     (told,) = trials(part, range(seed, seed + 1), tmp_path)
     assert (told["failed"], told["right"]) == ("", True), told

@@ -56,6 +56,7 @@ def backed_up(folder: Path) -> int:
     return (read(folder / "status.json").get("backups") or {}).get("step", -1)
 
 
+@pytest.mark.long
 def test_a_lost_nodes_ranks_get_their_state_from_the_others(bed: Testbed, tmp_path: Path) -> None:
     wire.write_secret(tmp_path / "secret")
     first = bed.hosts["node-a"]

@@ -11,10 +11,8 @@ from benchmarks.checkpoint_faults.processes import CASES, main
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-SMOKE, *LONG = CASES
-
-
-@pytest.mark.parametrize("case", [SMOKE, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
 def test_one_seed(case: str, tmp_path: Path) -> None:
     assert main(["--case", case, "--seeds", "1", "--out", str(tmp_path / "results")]) == 0
     result = kept(tmp_path / "results", case)[0]

@@ -125,6 +125,7 @@ def test_a_preempted_job_is_started_again_once(tmp_path: Path, mode: str, grace_
         went_on(bed.folder)
 
 
+@pytest.mark.long
 def test_a_job_that_loses_its_batch_host_trains_on_and_ends_when_it_has_finished(tmp_path: Path) -> None:
     with slurm_bed.slurm(tmp_path, 4) as bed:
         words = ("--requeue", "--nodes=4", "--", "--nnodes", "3", "--max-restarts", "2", TRAIN)
