@@ -62,13 +62,16 @@ def on_device() -> list[Any]:
     return [group for group in made() if "nccl" in _backends(group)]
 
 
-def failure_on_device() -> str:
-    """What torch's watchdog has found wrong with a communicator of NCCL's; "": nothing, or this torch does not tell."""
+def lost_on_device() -> str:
+    """What torch's watchdog has found of other ranks: one is gone, or late; "": neither, or this torch does not tell.
+
+    ``COMM_ERROR`` does not count: it may be an error of this rank's own GPU.
+    """
     for group in on_device():
         for device in group._device_types:
             told: Any = getattr(group._get_backend(device), "get_error", None)
-            if told is not None and (error := told()).value:
-                return f"torch found the communicator in error ({error.name})"
+            if told is not None and (error := told().name) in ("REMOTE_ERROR", "TIMEOUT"):
+                return f"torch's watchdog: {error}"
     return ""
 
 

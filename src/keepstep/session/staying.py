@@ -268,9 +268,9 @@ def _lost(error: BaseException) -> str:
         return ""
     chain = _chain(error)
     told = next((f"{type(one).__name__}: {one}" for one in chain if tells_of_another(str(one))), "")
-    # NCCL may call the use of a communicator an error of the caller's that the watchdog has just aborted.
+    # NCCL may call it an error of the caller's when a communicator is used that the watchdog has just aborted.
     if not told and any(isinstance(one, dist.DistBackendError) for one in chain):
-        return groups.failure_on_device()
+        return groups.lost_on_device()
     return told
 
 

@@ -272,6 +272,42 @@ def test_who_lost_others_says_so_where_nobody_has_died(
     assert (len(entries), launcher.heard) == (2, [said, LEFT])
 
 
+class Failed:
+    """A group on GPUs, and its backend, of which torch's watchdog says this."""
+
+    def __init__(self, error: str) -> None:
+        self._device_types, self.name = ["cuda"], error
+
+    def _get_backend(self, _: str) -> Failed:
+        return self
+
+    def get_error(self) -> Failed:
+        return self
+
+
+@pytest.mark.parametrize("error", ["REMOTE_ERROR", "COMM_ERROR", "SUCCESS"])
+def test_an_error_of_nccls_is_the_others_where_the_watchdog_has_found_them(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setattr(staying.groups, "on_device", lambda: [Failed(error)])
+    monkeypatch.setattr(staying, "_DEATHS_TOLD_S", 5.0)
+    entries: list[int] = []
+
+    def train() -> None:
+        entries.append(1)
+        if len(entries) == 1:
+            if error == "REMOTE_ERROR":
+                launcher.play(again)
+            raise torch.distributed.DistBackendError("NCCL error, invalid argument, NCCL version 2.30.7")
+
+    if error == "REMOTE_ERROR":
+        launcher.worker.run(train)
+        assert (len(entries), launcher.heard) == (2, [LEFT])
+    else:
+        with pytest.raises(torch.distributed.DistBackendError):
+            launcher.worker.run(train)
+
+
 def test_what_held_the_training_is_let_go(launcher: Launcher) -> None:
     """The frames of an exception, and those of the one that it came from."""
     import weakref
