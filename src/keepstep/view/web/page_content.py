@@ -39,9 +39,8 @@ def page_content(
         "ranks": _worst_ranks(snapshot, usual_s),
         "nodes": _nodes(snapshot),
         "links": _links(snapshot),
-        "older_open": [
-            one.number for one in shown[:-MOST_INCIDENTS]
-        ],  # open ones that a viewer goes on to show
+        # Open ones that a viewer goes on to show.
+        "older_open": [one.number for one in shown[:-MOST_INCIDENTS]],
         "incidents": incidents_content(shown),
     }
 
