@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -114,11 +115,15 @@ def _git(*arguments: str) -> str:
 
 
 class Report:
-    """Collects a bench's lines; print and write them with :meth:`finish`."""
+    """Collects a bench's lines; print and write them with :meth:`finish`.
+
+    From then on SIGTERM ends the bench by an exception, so that the job under way is cleared away.
+    """
 
     def __init__(
         self, bench: str, *, quick: bool, packages: Iterable[str] = ("keepstep", "numpy", "torch")
     ) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         self.bench = bench
         self.quick = quick
         self.lines: list[Line] = []

@@ -22,7 +22,6 @@ same commit of the code, goes on where it was ended.
 
 from __future__ import annotations
 
-import signal
 import statistics
 import sys
 from typing import Any
@@ -217,7 +216,6 @@ def main() -> int:
     parser.add_argument("--part", choices=("solver", "job", "moves"), help="default: all")
     parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"jobs for each case ({SEEDS})")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
     packages = ("keepstep", "torch", "numpy", "cvxpy", "highspy", "cvxopt", "pyscipopt")
     report = Report("mitigate", quick=given.quick, packages=packages)
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))

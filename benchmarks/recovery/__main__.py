@@ -253,7 +253,6 @@ def main() -> int:
     os.environ |= {"RECOVERY_RANKS": str(given.ranks), "RECOVERY_BALLAST": str(given.state_mb << 20)}
     repetitions = 1 if given.quick else given.repetitions
     others = repetitions if given.others is None else min(given.others, repetitions)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is cleared away
     packages = ("torch", "keepstep", *PACKAGES.values())
     report = Report("recovery", packages=packages, quick=given.quick)
     trials = Trials(given.json and given.json.with_name(f"{given.json.stem}-trials.jsonl"))

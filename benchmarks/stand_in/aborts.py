@@ -128,7 +128,7 @@ def begun_in(folder: Path, ranks: int) -> dict[int, dict[int, Begun]]:
 
 @cache
 def undisturbed(layout: str, buckets: str, ranks: int, steps: int = STEPS) -> Losses:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         settings = {"LAYOUT": layout, "BUCKETS": buckets}
         done = run(
@@ -155,7 +155,7 @@ class Running:
         """``in_place``: else torch's watchdog ends a process once it has aborted, and all are replaced."""
         self.ranks, self.aborts, self._whole = ranks, 0, undisturbed(layout, buckets, ranks)
         self._deaths = 0
-        self._kept = tempfile.TemporaryDirectory()
+        self._kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.folder = Path(self._kept.name)
         settings = {"LAYOUT": layout, "BUCKETS": buckets, "GATE": gate, **_SETTINGS}
         if gate == "none":

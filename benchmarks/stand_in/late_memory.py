@@ -86,7 +86,7 @@ def main() -> None:
     kept = Trials(arguments.json and arguments.json.with_name(f"{arguments.json.stem}-trials.jsonl"))
     trials: list[dict[str, Any]] = []
     for seed in range(3 if arguments.quick else arguments.seeds):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             trials.append(
                 kept.result("late-memory", seed, lambda seed=seed, to=folder: trial(seed, Path(to)))
             )

@@ -70,7 +70,7 @@ class Plain:
         """Those of ``steps`` steps at least. Raises RuntimeError where the training does not come to its end."""
         found = self._known.get(layout)
         if found is None or len(found[0]) < steps:
-            with tempfile.TemporaryDirectory() as name:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
                 done = run(
                     SESSION,
                     [str(steps), name],
@@ -198,7 +198,7 @@ def main() -> None:
     for name in [arguments.way] if arguments.way else WAYS:
         trials: list[dict[str, Any]] = []
         for seed in range(1 if arguments.quick else arguments.times):
-            with tempfile.TemporaryDirectory(prefix="keepstep-recoveries-") as folder:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 trials.append(
                     kept.result(
                         name,

@@ -134,7 +134,7 @@ def main() -> None:
             continue
         trials: list[dict[str, Any]] = []
         for seed in range(1 if arguments.quick else arguments.seeds):
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 trials.append(kept.result(name, seed, partial(part.trial, seed, Path(folder))))
         for line in part.judged(trials):
             report.add(line)

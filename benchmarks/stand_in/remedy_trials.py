@@ -131,7 +131,7 @@ def told(incidents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 @cache
 def undisturbed(layout: str, steps: int) -> tuple[tuple[str, ...], ...]:
     """By rank and step, the values of the same training without slowness and remedies."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder, flags = Path(name), ("--mitigate", "off", "--no-validate")
         words = [layout, str(steps), name]
         done = run(JOB, words, folder, ranks=RANKS, flags=flags, clock="virtual", values=True, timeout_s=600)

@@ -118,7 +118,7 @@ def main() -> None:
     for seed in range(4 if arguments.quick else arguments.seeds):
         if seed in trials:
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             trials[seed] = trial(seed, Path(folder))
         print(json.dumps(trials[seed]), flush=True)
         if kept:

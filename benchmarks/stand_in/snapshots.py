@@ -79,7 +79,7 @@ def main() -> None:
     kept = Trials(arguments.json and arguments.json.with_name(f"{arguments.json.stem}-trials.jsonl"))
     for part in [arguments.part] if arguments.part else PARTS:
         count = 3 if arguments.quick else min(arguments.seeds, 6) if part == "waits" else arguments.seeds
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             line = measured(part, count, Path(folder))
             found = [kept.result(part, seed, partial(line, seed)) for seed in range(count)]
         for line in judged(part, found):

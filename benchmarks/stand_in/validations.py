@@ -263,7 +263,7 @@ def main() -> None:
     wholes: dict[str, list[str]] = {}
     for seed in expand_ranks("0" if arguments.quick else arguments.seeds):
         told = drawn(seed)
-        with tempfile.TemporaryDirectory(prefix="keepstep-validations-") as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             trials.append(
                 kept.result("validations", seed, lambda seed=seed, at=Path(folder): trial(seed, at / "held"))
             )
