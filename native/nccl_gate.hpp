@@ -32,7 +32,9 @@ class Gate {
   // A communicator is about to be aborted or revoked. By the main thread it is the script's own doing, as at the end of a
   // process group, and it knows what is computed then.
   void abort_comes() noexcept {
-    if (syscall(SYS_gettid) != getpid()) close();
+    if (syscall(SYS_gettid) == getpid()) return;
+    close();
+    if (is_left_.load()) open();  // torch's watchdog aborts again for each operation that it finds broken
   }
 
   void close() noexcept {
@@ -52,8 +54,17 @@ class Gate {
   void open() noexcept {
     if (std::uint32_t* word = word_.load()) __atomic_store_n(word, 0, __ATOMIC_SEQ_CST);
   }
+  // The training is left, and all that is still on the stream is spoilt: let it run, whatever is aborted until `renew`.
+  void leave_open() noexcept {
+    is_left_.store(true);
+    open();
+  }
   // The groups are whole again: what comes from now on is not spoilt.
-  void renew() noexcept { whole_at_.store(aborts_.load()); }
+  void renew() noexcept {
+    whole_at_.store(aborts_.load());
+    open();
+    is_left_.store(false);
+  }
   std::uint64_t aborts() const noexcept { return aborts_.load(); }
   // Whether what a snapshot is begun of comes after an abort. Without a gate nobody tells when the groups are whole again:
   // then it is the first one only, as collectives of later steps are called after the abort, which NCCL refuses.
@@ -84,7 +95,7 @@ class Gate {
 
   std::atomic<std::uint32_t*> word_{nullptr};  // null: there is no gate
   std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, closed_ns_{0};
-  std::atomic<bool> watched_{false};
+  std::atomic<bool> watched_{false}, is_left_{false};
 };
 
 Gate& gate() {

@@ -356,7 +356,7 @@ extern "C" void keepstep_device_mark(std::uint64_t number, Stream stream) {
 // What a training that is left in its process has of it (session/device_gate.py): docs/design/session.md.
 extern "C" bool keepstep_gate_put(Stream stream) { return gate().put(stream); }
 extern "C" void keepstep_gate_close() { gate().close(); }
-extern "C" void keepstep_gate_open() { gate().open(); }
+extern "C" void keepstep_gate_open() { gate().leave_open(); }
 extern "C" void keepstep_gate_renew() { gate().renew(); }
 extern "C" std::uint64_t keepstep_gate_aborts() { return gate().aborts(); }
 extern "C" std::uint64_t keepstep_gate_spoils_next() { return gate().spoils_next(); }

@@ -39,7 +39,7 @@ class DeviceGate:
             self._shim.keepstep_gate_close()
 
     def open(self) -> None:
-        """Let all go on that waits. What it computes is spoilt: no snapshot of it is sealed."""
+        """Let all go on that waits, whatever is aborted until `renew`. It is spoilt: no snapshot of it is sealed."""
         if self.stands:
             self._shim.keepstep_gate_open()
 

@@ -11,6 +11,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import compress, repeat
+from operator import is_
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -23,17 +25,21 @@ _OWN = ("keepstep", "builtins", "torch._C")
 
 
 def places(group: Any) -> list[Place]:
-    """Where ``group`` is held and may be replaced. Looks at all functions that the garbage collector knows."""
+    """Where ``group`` is held and may be replaced. Looks at all functions that the garbage collector knows.
+
+    There may be a million objects, and others wait for the process meanwhile: hence no line of Python for each.
+    """
     found: list[Place] = []
     known: list[Any] = list(sys.modules.values())
     for module in known:
         # What calls itself a module may be none (cffi's libraries); asked like this, a lazy module is not loaded.
         if issubclass(type(module), ModuleType):
             names: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
-            held = [name for name, value in list(names.items()) if value is group]
+            held = [*compress(list(names), map(is_, list(names.values()), repeat(group)))]
             found += [partial(names.__setitem__, name) for name in held]
-    for one in gc.get_objects():
-        if type(one) is FunctionType:
+    objects = gc.get_objects()
+    for one in compress(objects, map(is_, map(type, objects), repeat(FunctionType))):
+        if one.__defaults__ or one.__kwdefaults__:
             found += _defaults(one, group)
     return found
 

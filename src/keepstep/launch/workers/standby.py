@@ -15,6 +15,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this file's folder, whose modules the script must not see
 
 import builtins
+import gc
 import importlib
 import importlib.machinery
 import json
@@ -45,6 +46,7 @@ def main() -> None:
     launcher = socket.socket(fileno=int(os.environ.pop(_STANDBY)))
     launcher.set_inheritable(False)
     ahead, unfit = _warm_up(os.environ.pop(_IMPORTS))
+    gc.freeze()  # what was imported need not be searched again once others wait for this process
     launcher.send(f"not fit: {unfit}".encode() if unfit else b"warm")
     if unfit:
         sys.exit(_NOT_FIT)
