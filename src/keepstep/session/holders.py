@@ -35,7 +35,8 @@ def places(group: Any) -> list[Place]:
         # What calls itself a module may be none (cffi's libraries); asked like this, a lazy module is not loaded.
         if issubclass(type(module), ModuleType):
             names: dict[str, Any] = ModuleType.__getattribute__(module, "__dict__")
-            held = [*compress(list(names), map(is_, list(names.values()), repeat(group)))]
+            items = names.copy()  # other threads may import meanwhile
+            held = compress(items, map(is_, items.values(), repeat(group)))
             found += [partial(names.__setitem__, name) for name in held]
     objects = gc.get_objects()
     for one in compress(objects, map(is_, map(type, objects), repeat(FunctionType))):
