@@ -41,6 +41,7 @@ RANKS = 4
 LAYOUTS = ("ddp", "fsdp2")
 _PAUSE_S = 0.05  # of each step, for two cores to come along
 _PATIENCE_S = 240.0
+_LOOKS_EVERY_S = 0.2  # ranks note the times themselves, and two cores are theirs
 _STEPS = 1_000_000
 _AFTER_S = 1.0  # that a job trains on behind its last fault
 
@@ -150,7 +151,7 @@ def _awaited(job: Job, what: str, condition: Callable[[], Any]) -> Any:
     while not (found := condition()):
         if job.is_over() or time.monotonic() > until_s:
             raise RuntimeError(f"{what} did not come: {job.console()[-3000:]}")
-        time.sleep(0.01)
+        time.sleep(_LOOKS_EVERY_S)
     return found
 
 

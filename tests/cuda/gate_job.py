@@ -4,7 +4,8 @@
 
 Rank 0 writes to ``FOLDER/fed`` whether the step was made on gradients that were not reduced: while the gate was closed
 (``before``) and once all has ended (``after``). ``KIND``: "gated"; "left", where nobody opens the gate; "open", where
-there is none.
+there is none. Behind an open gate a step is made after another abort (``late``), and one after the groups were said to
+be whole (``renewed``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ def main(kind: str, folder: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(64).cuda())
     optimizer = torch.optim.SGD([weight], lr=1.0)
     gate = DeviceGate() if kind != "open" else None
+    others = [dist.new_group([0, 1]) for _ in range(2)] if kind == "gated" else []
+    for other in others:
+        dist.all_reduce(torch.ones(64).cuda(), group=other)
     weight.grad = torch.ones(64).cuda()
     dist.all_reduce(weight.grad, dist.ReduceOp.AVG)
     optimizer.step()  # the first: weights are 0
@@ -49,6 +54,11 @@ def main(kind: str, folder: Path) -> None:
             gate.open()
         torch.cuda.synchronize()
         told["after"] = fed(weight)
+        if kind == "gated":
+            assert gate is not None
+            told["late"] = is_stepped(optimizer, others[0])
+            gate.renew()
+            told["renewed"] = is_stepped(optimizer, others[1])
         (folder / "fed").write_text(json.dumps(told))
     else:
         while not (folder / "fed").exists():
@@ -56,9 +66,22 @@ def main(kind: str, folder: Path) -> None:
     os._exit(0)
 
 
-def abort() -> None:
-    assert dist.group.WORLD is not None
-    dist.group.WORLD.abort()
+def abort(group: Any = None) -> None:
+    group = group or dist.group.WORLD
+    assert group is not None
+    group.abort()
+
+
+def is_stepped(optimizer: torch.optim.Optimizer, group: Any) -> bool:
+    """Whether the device makes a step soon after a thread has aborted this group, as torch's watchdog does."""
+    aborting = threading.Thread(target=abort, args=(group,))
+    aborting.start()
+    aborting.join()
+    optimizer.step()
+    behind = torch.cuda.Event()
+    behind.record()
+    time.sleep(0.3)
+    return behind.query()
 
 
 def fed(weight: torch.nn.Parameter) -> bool:

@@ -276,7 +276,7 @@ class NodeAgent:
         now_s = time.monotonic()
         _, dumps = await asyncio.gather(
             self._ras.launched(now_s, launching(self._rings) if request.launched else {}),
-            self._recorder.answers(now_s, having_devices(self._rings)),
+            self._recorder.answers(now_s, having_devices(self._rings) if request.devices else {}),
         )
         now_ns = time.monotonic_ns()
         self.poll(now_ns)

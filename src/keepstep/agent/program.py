@@ -41,6 +41,7 @@ _QUIET_POLLS = 100
 _FILLED = 0.25  # share of a ring that may be written between two polls, whatever the polls cost
 _CPU_SHARE = 0.018  # share of one core above which the agent polls less often
 _DYING_S = 0.05
+_SAVE_S = 1.0  # after which rings are saved for an incident
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,6 +62,7 @@ class Program:
         self._next_beat_s = self._polled_s = 0.0
         self._cpu_s, self._cpu_since_s = time.process_time(), time.monotonic()
         self._failure: Exception | None = None
+        self._saving: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._key = wire.RunKey(wire.read_secret(arguments.secret_file), arguments.run_id)
         self._echo = echo_server(self._key)
@@ -237,7 +239,14 @@ class Program:
             self._send(wire.Persisting(order.number, self._arguments.node_rank, "unable", why=why))
 
     def _save_rings(self, order: wire.SaveRings) -> None:
-        logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
+        """Save rings a little later, as they are saved at the end, too, which mostly comes next after a crash."""
+        if self._saving is not None:
+            self._saving.cancel()
+
+        def save() -> None:
+            logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
+
+        self._saving = asyncio.get_running_loop().call_later(_SAVE_S, save)
 
     def _welcome(self, welcome: wire.Welcome) -> None:
         self._heartbeat_s = min(max(welcome.heartbeat_s, 0.05), 60.0)
@@ -360,6 +369,8 @@ class Program:
             )
             logger.warning("%d processes killed", killed)
         self._agent.poll(time.monotonic_ns())
+        if self._saving is not None:
+            self._saving.cancel()
         logger.info("%d rings saved", self._agent.save_rings())
         self._send(self._heartbeat())
         for words in self._hearing.end(time.monotonic()):

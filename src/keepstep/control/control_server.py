@@ -36,6 +36,7 @@ from keepstep.control.effects import (
 )
 from keepstep.control.followed import Window
 from keepstep.control.following import Viewers
+from keepstep.control.incidents.job_words import read_tables_ahead
 from keepstep.control.incidents.locators import Locators
 from keepstep.control.overview import answer_to_look
 from keepstep.control.run_status import status_of
@@ -189,6 +190,7 @@ class ControlServer:
             self._controller.councils.port = self._server.port
         print(msgspec.json.encode({"ready": True, "port": self._server.port}).decode(), flush=True)
         loop.call_later(_TICK_S, self._tick)
+        read_tables_ahead()
         await self._done.wait()
         self._carry_out(self._controller.end(time.monotonic()))
         self._write_status(time.monotonic())

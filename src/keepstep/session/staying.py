@@ -110,6 +110,7 @@ class Staying:
             lost = _lost(error)
             if not (lost and self._is_told_to_leave(lost)):
                 self._ended = True
+                self._gate.open()  # else a process that torch's watchdog aborts would end a second later
                 groups.until_quiet()  # the frames are dropped next, and groups with them
                 raise error
         # Torch ends a group that was not aborted by waiting for its operations, and aborts none meanwhile.

@@ -101,7 +101,13 @@ class Agents:
         return number
 
     def ask_states(
-        self, stacks: bool, now_s: float, nodes: Collection[int] | None = None, *, launched: bool = False
+        self,
+        stacks: bool,
+        now_s: float,
+        nodes: Collection[int] | None = None,
+        *,
+        launched: bool = False,
+        devices: bool = True,
     ) -> int:
         """Ask all agents, or the agents of ``nodes``, where their ranks are; returns the number of the question."""
         agents = self._cluster.agents()
@@ -110,7 +116,7 @@ class Agents:
         names = self._cluster.mute_nodes()
         mute = frozenset(rank for rank in agents if self._cluster.nodes[rank].name in names)
         number = self._new(States, agents, now_s + self._settings.answer_s, mute)
-        self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks, launched)))
+        self._effects.append(Send(tuple(agents.values()), StateRequest(number, stacks, launched, devices)))
         return number
 
     def ask_probes(self, pairs: Sequence[tuple[str, str]], now_s: float, load_bytes: int = 0) -> int | None:

@@ -314,7 +314,10 @@ class CrashCase(Case):
         self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)
 
     def _ask(self, death: Finding, now_s: float) -> None:
-        """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step."""
+        """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step.
+
+        Then GPUs are not asked about: ranks that stay in their processes would leave the training later for it.
+        """
         cluster = self._desk.cluster
         is_own = testimony(death) == "own" and not is_vague(death)
         knew_own, self._knows_own = self._knows_own, self._knows_own or is_own
@@ -325,7 +328,7 @@ class CrashCase(Case):
         if not nodes <= self._asked:
             self._asked |= nodes
             self._asked_all = not is_own
-            self._questions.add(self._desk.agents.ask_states(False, now_s, nodes))
+            self._questions.add(self._desk.agents.ask_states(False, now_s, nodes, devices=not is_own))
 
     def _began(self, now_s: float) -> None:
         self._dirty, self._news_s = True, now_s

@@ -84,11 +84,13 @@ class Watching:
         """Have the agent of the next incarnation follow that of the old one; workers wait for neither."""
         old, self.rings = self.rings, Rings()
 
-        async def renew() -> None:
+        async def renew() -> None:  # where CPUs are few, workers that begin again come first
+            if self._agent:
+                self._agent.give_way(_GIVES_WAY_S)
             await self._stop()
             old.close()
             self.start()
-            if self._agent:  # where CPUs are few, workers that begin again come first
+            if self._agent and not self._agent.was_waiting:  # else its imports are done already
                 self._agent.give_way(_GIVES_WAY_S)
 
         self._then(renew)

@@ -141,8 +141,8 @@ class Companion:
         return True
 
     def give_way(self, seconds: float) -> None:
-        """Let the process run only on CPU time that others leave, for so long, unless its imports are done already."""
-        if self._child and not self.was_waiting:
+        """Let the process run only on CPU time that others leave, for so long."""
+        if self._child:
             give_priority(self._child, low=True)
             usual = partial(give_priority, self._child, low=False)
             asyncio.get_running_loop().call_later(seconds, usual)

@@ -144,7 +144,7 @@ def test_all_agents_are_asked_when_the_first_death_only_tells_of_others() -> Non
     job = Job()
     job.dies(0, TIMED_OUT)
     job.dies(2, TIMED_OUT)
-    assert [peers for peers, _ in job.asked] == [(10, 11)]
+    assert [(peers, asked.devices) for peers, asked in job.asked] == [((10, 11), True)]
     job.wait(GATHER_S + 0.1)
     assert not job.written  # the answers are waited for
     job.answer(alive=False)
@@ -157,7 +157,7 @@ def test_of_a_rank_that_died_of_its_own_doing_only_its_node_is_asked_and_not_wai
     job = Job()
     job.dies(2, "ValueError: bad batch")
     job.dies(0, TIMED_OUT)
-    assert [peers for peers, _ in job.asked] == [(11,)]
+    assert [(peers, asked.devices) for peers, asked in job.asked] == [((11,), False)]
     job.wait(GATHER_S)
     assert blamed(job.only) == [(2, "process died")]
     assert job.only.onset_step == 40
