@@ -74,12 +74,20 @@ def test_this_torch_makes_its_store_where_we_wait(monkeypatch: pytest.MonkeyPatc
     assert calls == [("localhost", 29, 0, 2, None), (29,), ("localhost", 29, 1, 2, None)]
 
 
+def _does_not_tell(_: int) -> bool:
+    raise OSError
+
+
 def test_the_function_is_there() -> None:
     module = importlib.import_module("torch.distributed.rendezvous")
     assert callable(module._create_c10d_store)
 
 
-def test_ranks_wait_for_the_store_that_comes_late() -> None:
+@pytest.mark.parametrize("tells", [True, False])
+def test_ranks_wait_for_the_store_that_comes_late(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """Also where the kernel does not tell of listening sockets alone."""
+    if not tells:
+        monkeypatch.setattr(_group_setup, "_listens", _does_not_tell)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

@@ -90,7 +90,7 @@ class Watching:
             await self._stop()
             old.close()
             self.start()
-            if self._agent and not self._agent.was_waiting:  # else its imports are done already
+            if self._agent:
                 self._agent.give_way(_GIVES_WAY_S)
 
         self._then(renew)

@@ -77,7 +77,6 @@ class Companion:
         """
         self._name, self._command, self._processes = name, command, processes
         self._gave_up, self._log, self._ready, self._waiting = gave_up, log, ready, waiting
-        self.was_waiting = False  # the process that runs had done its imports before it was needed
         self._child: Child | None = None
         self._failures = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -127,7 +126,6 @@ class Companion:
 
     def _take(self) -> bool:
         """Whether a process that waited has become the program's."""
-        self.was_waiting = False
         if self._waiting is None or self._log is None:
             return False
         words = self._command()[_PROGRAM_WORDS:]
@@ -136,15 +134,15 @@ class Companion:
             return False
         self._processes.become(child, self._name, self._exited)
         child.started_s = time.monotonic()
-        self._child, self.was_waiting = child, True
+        self._child = child
         self._ended.clear()
         return True
 
     def give_way(self, seconds: float) -> None:
         """Let the process run only on CPU time that others leave, for so long."""
         if self._child:
-            give_priority(self._child, low=True)
-            usual = partial(give_priority, self._child, low=False)
+            give_priority(self._child, low=True, idle=True)
+            usual = partial(give_priority, self._child, low=False, idle=True)
             asyncio.get_running_loop().call_later(seconds, usual)
 
     def may_end(self) -> None:
