@@ -117,15 +117,17 @@ class RandomState:
     """An object for a state that saves and restores the random states of Python, numpy and torch, CUDA's included."""
 
     def state_dict(self) -> dict[str, Any]:
+        version, words, following = random.getstate()
         return {
-            "python": random.getstate(),
+            "python": (version, np.array(words, dtype=np.uint32), following),  # one value to save, not 625
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
+        version, words, following = state["python"]
+        random.setstate((version, tuple(map(int, words)), following))
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available():

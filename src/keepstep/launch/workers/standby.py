@@ -115,6 +115,7 @@ def _warm_up(path: str) -> tuple[dict[str, str], str]:
     if "torch" in sys.modules:
         with suppress(Exception):
             _step()
+        _know_backends()
     os.environ.__class__ = usual
     ahead = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if had_check is None:
@@ -133,6 +134,14 @@ def _step() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def _know_backends() -> None:
+    """Have torch (2.14) register its backends, as it looks through all installed packages for each."""
+    backend: Any = getattr(getattr(sys.modules["torch"], "distributed", None), "Backend", None)
+    for name in ("gloo", "nccl"):
+        with suppress(Exception):  # this torch may look for none
+            backend._ensure_backend_registered(name)
 
 
 def _unfit() -> str:
