@@ -24,11 +24,11 @@ _NAMED = (ModuleType, FunctionType, type)
 _OWN = ("keepstep", "builtins", "torch._C")
 
 
-def places(group: Any) -> list[Place]:
-    """Where ``group`` is held and may be replaced. Looks at all functions that the garbage collector knows.
+# There may be a million objects, and others wait for the process meanwhile: hence no line of Python for each.
 
-    There may be a million objects, and others wait for the process meanwhile: hence no line of Python for each.
-    """
+
+def places_in_modules(group: Any) -> list[Place]:
+    """The variables of modules that hold ``group``."""
     found: list[Place] = []
     known: list[Any] = list(sys.modules.values())
     for module in known:
@@ -38,6 +38,12 @@ def places(group: Any) -> list[Place]:
             items = names.copy()  # other threads may import meanwhile
             held = compress(items, map(is_, items.values(), repeat(group)))
             found += [partial(names.__setitem__, name) for name in held]
+    return found
+
+
+def places_in_functions(group: Any) -> list[Place]:
+    """The defaults of arguments that hold ``group``, of all functions that the garbage collector knows."""
+    found: list[Place] = []
     objects = gc.get_objects()
     for one in compress(objects, map(is_, map(type, objects), repeat(FunctionType))):
         if one.__defaults__ or one.__kwdefaults__:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -48,6 +49,8 @@ SIGNAL = signal.SIGRTMAX - 3
 _FIRST_AGAIN_S, _LONGEST_AGAIN_S = 0.005, 0.1
 _UNWINDING_S = 0.5  # seconds in which code that handles a `Left` gets no other one
 _ABORT_S = 0.3  # longest time for which the gate stays closed
+_CALM_S = 5.0
+"""Seconds after which the training has begun, so that what may be needed later may be looked for."""
 _ORDER_PATIENCE_S = 30.0
 """Seconds that a worker which lost a peer waits to be told to leave, because the peer may die slowly."""
 _DEATHS_TOLD_S = 10.0
@@ -169,6 +172,8 @@ class Staying:
     # What follows runs in the thread that hears the launcher.
 
     def _listen(self) -> None:
+        if self._default is not None and not select.select([self._launcher], [], [], _CALM_S)[0]:
+            self._default.look_through_modules()
         while True:
             message, descriptors, _, _ = socket.recv_fds(
                 self._launcher, MOST_BYTES, 2, socket.MSG_CMSG_CLOEXEC
