@@ -39,11 +39,14 @@ class DeviceGate:
             self._shim.keepstep_gate_close()
 
     def open(self) -> None:
-        """Let all go on that waits, whatever is aborted until `renew`. It is spoilt: no snapshot of it is sealed."""
-        if self.stands:
+        """Let all go on that waits, whatever is aborted until `renew`. It is spoilt: no snapshot of it is sealed.
+
+        Also where the newest step stands behind no gate, as on a GPU that has failed: those before may.
+        """
+        if self._shim is not None:
             self._shim.keepstep_gate_open()
 
     def renew(self) -> None:
         """Note that the groups are whole again, so that what comes now is not spoilt."""
-        if self.stands:
+        if self._shim is not None:
             self._shim.keepstep_gate_renew()

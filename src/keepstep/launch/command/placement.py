@@ -91,6 +91,15 @@ def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str]) -> WorkerP
     return replace(plan, rank=-1, environment=known)
 
 
+_KEEPING = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""With these torch's watchdog ends no process that is to outlive its groups, keeps none from going on, and does not
+read its flight recorder, which holds events of groups that are gone."""
+
+
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun sets for a worker, with the values that it would give them, and Gloo's switches.
 
@@ -117,11 +126,8 @@ def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
-    if (
-        job.in_place and job.max_restarts > 0
-    ):  # torch's watchdog ends no process that is to be kept, nor waits for long
-        kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1"}
-        result |= {name: environ.get(name, usual) for name, usual in kept.items()}
+    if job.in_place and job.max_restarts > 0:
+        result |= {name: environ.get(name, usual) for name, usual in _KEEPING.items()}
     if job.watch and job.mitigate == "auto":
         result[MICROBATCHES] = "1"
     if job.virtual_local_rank:

@@ -66,15 +66,18 @@ def test_gloo_reads_addresses_in_batches_unless_told_otherwise() -> None:
 
 
 def test_torchs_watchdog_ends_no_process_that_is_to_be_kept() -> None:
-    handling, dump = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    handling, wait, dump = (
+        f"TORCH_NCCL_{name}"
+        for name in ("ASYNC_ERROR_HANDLING", "WAIT_TIMEOUT_DUMP_MILSEC", "DUMP_ON_TIMEOUT")
+    )
     kept = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {})
-    assert (kept[handling], kept[dump]) == ("2", "1")
+    assert (kept[handling], kept[wait], kept[dump]) == ("2", "1", "0")
     own = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {handling: "3"})
     assert own[handling] == "3"
     for flags in (("--in-place",), ("--max-restarts", "1")):
         usual = worker_environment(job(*flags), PLACE, 0, {})
         assert usual[handling] == "1"
-        assert dump not in usual
+        assert not {wait, dump} & set(usual)
 
 
 def test_virtual_local_rank_shows_each_worker_its_device() -> None:
