@@ -187,7 +187,6 @@ def _stuck(
     thread.join(RETURNS_S)
     if ended_s:
         behind.synchronize()
-        gate.renew()
         told |= {"abort_s": ended_s[0] - begun_s, "let_go_s": time.monotonic() - opened_s}
         gate.renew()
     return told

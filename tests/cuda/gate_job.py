@@ -4,8 +4,8 @@
 
 Rank 0 writes to ``FOLDER/fed`` whether the step was made on gradients that were not reduced: while the gate was closed
 (``before``) and once all has ended (``after``). ``KIND``: "gated"; "left", where nobody opens the gate; "open", where
-there is none. Behind an open gate a step is made after another abort (``late``), and one after the groups were said to
-be whole (``renewed``).
+there is none. When it is gated, two steps more are made, each behind another abort: ``late``, while the gate is left
+open, and ``renewed``, after the groups were said to be whole. Told is whether the device makes them at once.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def main(kind: str, folder: Path) -> None:
         told["after"] = fed(weight)
         if kind == "gated":
             assert gate is not None
-            told["late"] = is_stepped(optimizer, others[0])
+            told["late"] = steps_at_once(optimizer, others[0])
             gate.renew()
-            told["renewed"] = is_stepped(optimizer, others[1])
+            told["renewed"] = steps_at_once(optimizer, others[1])
         (folder / "fed").write_text(json.dumps(told))
     else:
         while not (folder / "fed").exists():
@@ -72,16 +72,19 @@ def abort(group: Any = None) -> None:
     group.abort()
 
 
-def is_stepped(optimizer: torch.optim.Optimizer, group: Any) -> bool:
-    """Whether the device makes a step soon after a thread has aborted this group, as torch's watchdog does."""
+def steps_at_once(optimizer: torch.optim.Optimizer, group: Any) -> bool:
+    """Whether the device makes a step after a thread has aborted this group, as torch's watchdog does.
+
+    It is given as long as 20 copies take on another stream, one after the other.
+    """
     aborting = threading.Thread(target=abort, args=(group,))
     aborting.start()
     aborting.join()
     optimizer.step()
     behind = torch.cuda.Event()
     behind.record()
-    time.sleep(0.3)
-    return behind.query()
+    weight = optimizer.param_groups[0]["params"][0]
+    return any(fed(weight) and behind.query() for _ in range(20))
 
 
 def fed(weight: torch.nn.Parameter) -> bool:

@@ -41,7 +41,7 @@ _QUIET_POLLS = 100
 _FILLED = 0.25  # share of a ring that may be written between two polls, whatever the polls cost
 _CPU_SHARE = 0.018  # share of one core above which the agent polls less often
 _DYING_S = 0.05
-_SAVE_S = 1.0  # after which rings are saved for an incident
+_SAVE_S = 1.0  # from an incident until rings are saved for it
 _PR_SET_PDEATHSIG = 1
 
 
@@ -241,9 +241,10 @@ class Program:
     def _save_rings(self, order: wire.SaveRings) -> None:
         """Save rings a little later, as they are saved at the end, too, which mostly comes next after a crash."""
         if self._saving is not None:
-            self._saving.cancel()
+            return
 
         def save() -> None:
+            self._saving = None
             logger.info("%d rings saved for incident %d", self._agent.save_rings(), order.incident)
 
         self._saving = asyncio.get_running_loop().call_later(_SAVE_S, save)

@@ -32,7 +32,7 @@ class DefaultGroup:
         self._device: Any = getattr(group, "bound_device_id", None)
         self._group = weakref.ref(group)
         self._places: list[Place] = places_in_functions(group)
-        self._knows_modules = False  # that hold it
+        self._knows_modules = False  # whether the places in modules are among them
 
     def look_through_modules(self) -> None:
         """Find out which modules hold the group, unless that is known: 10 ms, and 40 ms in a process that is new."""

@@ -63,7 +63,10 @@ def install() -> None:
 
 
 def wait_for_listener(port: int, patience_s: float = _PATIENCE_S) -> bool:
-    """Wait until a socket of this host listens on ``port``; False if none does in time."""
+    """Wait until a socket of this host listens on ``port``; False if none does in time.
+
+    Raises OSError where that cannot be found out.
+    """
     deadline_s, wait_s, longest_s = time.monotonic() + patience_s, _FIRST_WAIT_S, _LONGEST_WAIT_S
     look = _listens
     while True:
@@ -71,6 +74,8 @@ def wait_for_listener(port: int, patience_s: float = _PATIENCE_S) -> bool:
             if look(port):
                 return True
         except OSError:
+            if look is _is_listed:
+                raise
             look, longest_s = _is_listed, _LONGEST_BY_FILE_S
             continue
         if time.monotonic() >= deadline_s:
