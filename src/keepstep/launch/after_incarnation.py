@@ -198,7 +198,8 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
         await course.link.close()
     await controller.stop()
     processes = run.processes
-    await incarnation.sweep(frozenset({processes.guard.pid}), processes.sessions, course.kill_now)
+    ours = frozenset({processes.guard.pid}) | processes.stuck
+    await incarnation.sweep(ours, processes.sessions, course.kill_now)
     parts.watching.close()
     parts.caching.close()
     code = course.stop_code if outcome.kind == "finished" and course.stop_code else outcome.code
@@ -213,7 +214,7 @@ async def say_goodbye(parts: Parts, outcome: Outcome) -> int:
 async def sweep(parts: Parts) -> None:
     """End what workers have left behind, but no program of ours, and no process that waits to play a rank."""
     processes = parts.run.processes
-    ours = parts.watching.pids | parts.crew.restarts.pids | {processes.guard.pid}
+    ours = parts.watching.pids | parts.crew.restarts.pids | processes.stuck | {processes.guard.pid}
     if parts.controller.pid:
         ours |= {parts.controller.pid}
     await incarnation.sweep(ours, processes.sessions, parts.course.kill_now)

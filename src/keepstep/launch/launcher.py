@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ from keepstep.launch.workers import root_cause
 from keepstep.launch.workers.gpu_memory import PATIENCE_S, as_text
 from keepstep.launch.workers.guard import Guard
 from keepstep.launch.workers.incarnation import Crew, Workers
-from keepstep.launch.workers.processes import Processes
+from keepstep.launch.workers.processes import Child, Processes
 from keepstep.launch.workers.recovery_times import sentence
 from keepstep.launch.workers.rings import autoloads
 from keepstep.launch.workers.standbys import Imports
@@ -222,7 +222,7 @@ class Launcher:
                 await self._watching.renewed()
                 if following.world_size != place.world_size and crew.restarts.survivors:
                     crew.restarts.gpu_memory.open()
-                    await crew.restarts.survivors.dismiss()
+                    self._note_stuck(await crew.restarts.survivors.dismiss())
                     await self._memory_freed()
                 self._caching.move(place, following)
             place = following
@@ -265,13 +265,17 @@ class Launcher:
             await workers.leaving(self._is_over)
         if may_follow(self._parts, outcome, place) and not begins_fresh:
             workers.call_survivors()
-        node = self._run.job.node
-        for child in await self._crew.end(outcome.number, course.kill_now):
-            stuck = f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed"
-            self._checks.note(Found(f"node {node}: {stuck}; restart the node", unfit=True))
+        self._note_stuck(await self._crew.end(outcome.number, course.kill_now))
         await sweep(self._parts)
         await self._crew.shown()
         await self._memory_freed()
+
+    def _note_stuck(self, children: Sequence[Child]) -> None:
+        for child in children:
+            self._run.processes.stuck.add(child.pid)
+            stuck = f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed"
+            text = f"node {self._run.job.node}: {stuck}; restart the node"
+            self._checks.note(Found(text, unfit=True))
 
     async def _memory_freed(self) -> None:
         """Wait until the workers that begin next find the GPUs' memory free."""

@@ -26,7 +26,7 @@ _GPU_SIZES, _GPU_PRODUCTS = (4096, 1024), 8  # the small size is taken where mem
 def device_tests(rank: int, device: str, running: Callable[[], bool]) -> Iterator[DeviceFigure | str]:
     """The figure of each test, or a text that says why there is none. Ends early once ``running()`` is false."""
     if device.startswith("cuda"):
-        yield from _products_on_gpu(rank, device)
+        yield from _products_on_gpu(rank, device, running)
     else:
         yield _products_on_cpu(rank)
     for entry in entry_points(group=TESTS):
@@ -91,8 +91,8 @@ def _products_on_cpu(rank: int) -> DeviceFigure:
     return DeviceFigure(rank, "fp32", speed, "TFLOP/s", limited_s / (busy_s + limited_s), taken)
 
 
-def _products_on_gpu(rank: int, device: str) -> Iterator[DeviceFigure | str]:
-    """The speed of matrix products on the GPU in each number format that it has."""
+def _products_on_gpu(rank: int, device: str, running: Callable[[], bool]) -> Iterator[DeviceFigure | str]:
+    """The speed of matrix products on the GPU in each number format that it has, as long as ``running()``."""
     import torch
 
     half = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
@@ -103,12 +103,14 @@ def _products_on_gpu(rank: int, device: str) -> Iterator[DeviceFigure | str]:
             if not _fits(size, device):
                 continue
             try:
-                seconds = _time_on_gpu(_product(test, size, device), device)
+                seconds = _time_on_gpu(_product(test, size, device), device, running)
             except torch.OutOfMemoryError:
                 continue
             except (RuntimeError, KeyError, TypeError) as error:
                 yield f"{test} product failed: {error}"[:200]
                 break
+            if seconds is None:
+                return
             name = test if size == _GPU_SIZES[0] else f"{test} n={size}"
             yield DeviceFigure(rank, name, _teraflops(size, seconds))
             break
@@ -140,14 +142,16 @@ def _product(test: str, size: int, device: str) -> Callable[[], Any]:
     return lambda: scaled(eighth, eighth.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
-def _time_on_gpu(product: Callable[[], Any], device: str) -> float:
-    """Seconds of one product: the median over the repetitions of the mean of a few."""
+def _time_on_gpu(product: Callable[[], Any], device: str, running: Callable[[], bool]) -> float | None:
+    """Seconds of one product: the median over the repetitions of the mean of a few. None when not ``running()``."""
     import torch
 
     times: list[float] = []
     with torch.cuda.device(device):
         product()
         for _ in range(REPETITIONS):
+            if not running():  # the training may go on, and must not find us on its GPU
+                return None
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(_GPU_PRODUCTS):

@@ -16,7 +16,15 @@ from keepstep.launch.command.job import STDERR, STDOUT
 from keepstep.launch.command.placement import ERROR_FILE, OURS, Place, WorkerPlan, spare_plan, worker_plan
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.signals import pass_on
-from keepstep.launch.workers.processes import Child, Processes, descendants, end_group, failing_status
+from keepstep.launch.workers.processes import (
+    FREEING_S,
+    UNKILLABLE_S,
+    Child,
+    Processes,
+    descendants,
+    end_group,
+    failing_status,
+)
 from keepstep.launch.workers.rank_words import RankWords, Words, read_at
 from keepstep.launch.workers.restarts import Restarts
 from keepstep.launch.workers.root_cause import (
@@ -32,8 +40,6 @@ from keepstep.launch.workers.standbys import Imports
 from keepstep.launch.workers.streams import Following, WorkerStreams, open_for_worker, sizes, worker_streams
 
 _SWEEP_PATIENCE_S = 5.0
-_UNKILLABLE_S = 10.0
-_FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _LOOK_S = 0.05
 _LEAVING_S = 2.0  # most seconds from lost connections to the end of the worker that may have closed them
 _ENDING_S = 10.0  # most seconds to the end of a worker that says that its program is over
@@ -250,16 +256,16 @@ class Workers:
     async def end(self, number: int, patience_s: float, kill_now: asyncio.Event) -> list[Child]:
         """End all workers: signal ``number``, then SIGKILL after ``patience_s`` or once ``kill_now`` is set.
 
-        Survivors that were called have left their training by then, or are ended too. Returns those that even
-        SIGKILL did not end (stuck in the kernel).
+        Survivors that were called have left their training by then, or are ended too. Returns workers and survivors
+        that even SIGKILL did not end (stuck in the kernel).
         """
         if self.alive:
             self.ask(number)
             await _either(self._all_ended, kill_now, patience_s)
         if self.alive:
             self.ask(signal.SIGKILL)
-            await _either(self._all_ended, None, _UNKILLABLE_S)
-        deadline_s = time.monotonic() + _FREEING_S
+            await _either(self._all_ended, None, UNKILLABLE_S)
+        deadline_s = time.monotonic() + FREEING_S
         while self.alive and all(failing_status(child.pid) for child in self.alive):
             if time.monotonic() > deadline_s:
                 break
@@ -267,9 +273,8 @@ class Workers:
         for child in self._children.values():
             if not child.alive:
                 self._processes.clear(child)
-        if self._restarts.survivors:
-            await self._restarts.survivors.left()
-        return self.alive
+        survivors = self._restarts.survivors
+        return self.alive + (await survivors.left() if survivors else [])
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
         assert child.status is not None
@@ -458,7 +463,7 @@ async def sweep(apart_from: frozenset[int], sessions: Container[int], kill_now: 
             if urgent or pid not in asked:
                 _signal(pid, signal.SIGKILL if urgent else signal.SIGTERM)
                 asked.add(pid)
-        if time.monotonic() >= deadline_s + _UNKILLABLE_S:
+        if time.monotonic() >= deadline_s + UNKILLABLE_S:
             return
         await asyncio.sleep(0.02)
 

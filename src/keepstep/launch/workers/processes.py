@@ -29,6 +29,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # flag of a thread that is exiting (linux/sched.h)
 _CAP_SYS_NICE = 23
 _AGAIN_S = 0.1
+UNKILLABLE_S = 10.0  # a process that lives as long after SIGKILL, and does not end, is stuck in the kernel
+FREEING_S = 300.0  # most seconds that the kernel may take to free the memory of failed workers
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -66,6 +68,7 @@ class Processes:
         self._children: dict[int, Child] = {}
         self._on_exit: dict[int, Callable[[Child], None]] = {}
         self.gone: dict[int, str] = {}  # processes that were reaped, with the names of children
+        self.stuck: set[int] = set()  # children that SIGKILL did not end
         # Of this launcher and its children, also those that have ended: others are of processes that called setsid.
         self.sessions = {os.getsid(0)}
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -22,9 +22,8 @@ from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, MOST_BYTES, REFUSE
 from keepstep.core.within import within
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.workers.guard import signal_group
-from keepstep.launch.workers.processes import Child
+from keepstep.launch.workers.processes import FREEING_S, UNKILLABLE_S, Child, failing_status
 
-_UNKILLABLE_S = 10.0
 _PREFIX = "survivor, "
 _NO_SESSION = "no @keepstep.resilient training runs in it"
 
@@ -89,32 +88,33 @@ class Survivors:
                 self._run.warn(f"{verb.format(fold_ranks(ranks))} anew in another process: {why}")
         return frozenset(called)
 
-    async def left(self) -> int:
-        """Wait until all that were called have left their training, or ended; returns how many have left.
+    async def left(self) -> list[Child]:
+        """Wait until all that were called have left their training, or ended.
 
-        One that has not left in time is killed.
+        One that has not left in time is killed. Returns those that even SIGKILL did not end (stuck in the kernel).
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._run.job.leave_s
+        freed_s = deadline_s + FREEING_S
         while any(one.state != "left" for one in self._survivors.values()):
             self._changed.clear()
             late = [one for one in self._survivors.values() if one.state == "leaving"]
-            left_s = deadline_s - loop.time() if late else _UNKILLABLE_S
+            left_s = deadline_s - loop.time() if late else UNKILLABLE_S
             try:
                 await within(max(0.0, left_s), self._changed.wait())
             except asyncio.TimeoutError:
-                if not late:
-                    break
                 for one in late:
                     self._run.warn(f"{one.name} does not leave its training: it is ended")
                     self._kill(one)
-        return len(self._survivors)
+                if not late and (loop.time() > freed_s or not self._are_freed):
+                    break
+        return self._given_up()
 
-    async def dismiss(self) -> None:
-        """End all survivors, because none of them can play in the next incarnation."""
+    async def dismiss(self) -> list[Child]:
+        """End all survivors, because none of them can play in the next incarnation; returns what ``left`` does."""
         for one in self._survivors.values():
             self._kill(one)
-        await self.left()
+        return await self.left()
 
     def take(self, local_rank: int, environment: Mapping[str, str], outputs: Sequence[int]) -> Child | None:
         """Make the survivor of a local rank a worker again, as ``Restarts.take`` says; None when there is none."""
@@ -134,6 +134,20 @@ class Survivors:
         for one in self._survivors.values():
             self._kill(one)
         self._server.close()
+
+    @property
+    def _are_freed(self) -> bool:
+        """Whether the kernel frees the memory of all that were killed."""
+        killed = [one.child for one in self._survivors.values() if one.state == "killed"]
+        return all(failing_status(child.pid) for child in killed)
+
+    def _given_up(self) -> list[Child]:
+        """Those that were killed and live: others begin in their places."""
+        stuck = [one for one in self._survivors.values() if one.state == "killed"]
+        for one in stuck:
+            self._run.processes.become(one.child, one.name, self._run.processes.clear)
+        self._survivors = {local: one for local, one in self._survivors.items() if one not in stuck}
+        return [one.child for one in stuck]
 
     def _kill(self, one: _Survivor) -> None:
         one.state = "killed"
