@@ -66,6 +66,9 @@ class Gate {
     is_left_.store(false);
   }
   std::uint64_t aborts() const noexcept { return aborts_.load(); }
+  // A communicator is made by a call that comes through the shim: so will those be that abort it.
+  void sees() noexcept { sees_.store(true); }
+  bool has_seen() const noexcept { return sees_.load(); }
   // Whether what a snapshot is begun of comes after an abort. Without a gate nobody tells when the groups are whole again:
   // then it is the first one only, as collectives of later steps are called after the abort, which NCCL refuses.
   bool spoils_next() noexcept {
@@ -95,7 +98,7 @@ class Gate {
 
   std::atomic<std::uint32_t*> word_{nullptr};  // null: there is no gate
   std::atomic<std::uint64_t> aborts_{0}, whole_at_{0}, closed_ns_{0};
-  std::atomic<bool> watched_{false}, is_left_{false};
+  std::atomic<bool> watched_{false}, is_left_{false}, sees_{false};
 };
 
 Gate& gate() {

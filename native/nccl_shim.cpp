@@ -84,6 +84,7 @@ Result life(const char* name, Life what, Comm comm, Make make) {
 // group where rank and size are known by then, else the parent's.
 template <typename Describe, typename Make>
 Result birth(const char* name, Life what, Comm parent, Comm* where, Describe describe, Make make) {
+  gate().sees();
   ring::Writer* writer = watching();
   if (writer == nullptr) return make();
   const Inside inside;
@@ -358,6 +359,7 @@ extern "C" bool keepstep_gate_put(Stream stream) { return gate().put(stream); }
 extern "C" void keepstep_gate_close() { gate().close(); }
 extern "C" void keepstep_gate_open() { gate().leave_open(); }
 extern "C" void keepstep_gate_renew() { gate().renew(); }
+extern "C" bool keepstep_gate_sees() { return gate().has_seen(); }  // checkpoint/aborts.py
 extern "C" std::uint64_t keepstep_gate_aborts() { return gate().aborts(); }
 extern "C" std::uint64_t keepstep_gate_spoils_next() { return gate().spoils_next(); }
 

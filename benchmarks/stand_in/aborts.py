@@ -15,7 +15,8 @@ their processes. Judged is each abort by itself:
 - apart: ranks did not begin again with the same step.
 
 ``kept`` is the training as it is, ``none`` the same without the gate and without what knows of aborts; with ``open``
-only the stream is not held. ``make cuda`` first. With FILE, the trials are kept beside it (``FILE-trials.jsonl``).
+only the stream is not held, with ``unseen`` keepstep knows that it would know of no abort. ``make cuda`` first. With
+FILE, the trials are kept beside it (``FILE-trials.jsonl``).
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ _SETTINGS = {
     "TOLD_S": "1",  # nothing but time hangs on it
     "KEEPSTEP_LEAVE_S": "60",  # that a machine is busy is no reason to replace a process
 }
+ABORTED = {  # torch's watchdog aborts, and ends no process; keepstep says so only where it sees that
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 _FLAGS = ("--max-restarts", "100", "--restart-budget", "rank=0,node=0,hour=0", "--verbose")
 
-Gate = Literal["kept", "open", "none"]
+Gate = Literal["kept", "open", "none", "unseen"]
 Losses = list[dict[int, set[str]]]
 
 
@@ -151,21 +157,30 @@ def differing(found: Losses, whole: Losses) -> int:
 class Running:
     """A job in which one abort follows another."""
 
-    def __init__(self, layout: str, buckets: str, ranks: int, gate: Gate, *, in_place: bool = True) -> None:
-        """``in_place``: else torch's watchdog ends a process once it has aborted, and all are replaced."""
+    def __init__(
+        self,
+        layout: str,
+        buckets: str,
+        ranks: int,
+        gate: Gate,
+        *,
+        in_place: bool = True,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """``in_place``: else torch's watchdog ends a process once it has aborted, and all are replaced.
+
+        ``more``: settings besides.
+        """
         self.ranks, self.aborts, self._whole = ranks, 0, undisturbed(layout, buckets, ranks)
         self._deaths = 0
         self._kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.folder = Path(self._kept.name)
         settings = {"LAYOUT": layout, "BUCKETS": buckets, "GATE": gate, **_SETTINGS}
-        if gate == "none":
-            settings["KEEPSTEP_NCCL_SHIM"] = "0"
+        if gate in ("none", "unseen"):
+            settings |= {"KEEPSTEP_NCCL_SHIM": "0", **(ABORTED if gate == "none" else {})}
         if not in_place:
-            settings |= {
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-                "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-                "STAND_IN_ABORT": "slow",
-            }
+            settings |= {**ABORTED, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "STAND_IN_ABORT": "slow"}
+        settings |= more or {}
         self._job: Job = start(
             *(JOB, [str(STEPS), str(self.folder)], self.folder),
             ranks=ranks,
@@ -185,6 +200,11 @@ class Running:
             os.kill(self._job.launcher, signal.SIGTERM)
         self._job.finish(60)
         self._kept.cleanup()
+
+    @property
+    def said(self) -> str:
+        """All that was on the console."""
+        return self._job.console()
 
     @property
     def is_near_its_end(self) -> bool:
@@ -293,7 +313,7 @@ class Bed:
 def judged(trials: Sequence[Mapping[str, Any]], gate: Gate) -> list[Line]:
     """The figures of the trials with this gate."""
     limit = "a stand-in for the GPU whose operators compute"
-    limit += {"kept": "", "open": "; streams are not held", "none": "; without the gate"}[gate]
+    limit += {"kept": "", "open": "; streams are not held"}.get(gate, "; without the gate")
     halves = {
         "a rank dead": [one for one in trials if one.get("kind") in ("die", "raise")],
         "all healthy": [one for one in trials if one.get("kind") == "lose-links"],

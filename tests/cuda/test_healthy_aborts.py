@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.stand_in.aborts import Drawn, Gate, Running
+from benchmarks.stand_in.aborts import ABORTED, Drawn, Gate, Running
 
 
 def lose_links(layout: str, *ranks: int) -> Drawn:
@@ -27,12 +27,23 @@ def test_all_go_on_in_their_processes_with_a_step_that_all_hold(layout: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("gate", "in_place"), [("open", True), ("none", True), ("kept", False), ("none", False)]
+    ("gate", "in_place"),
+    [("open", True), ("none", True), ("unseen", True), ("kept", False), ("none", False), ("unseen", False)],
 )
 def test_only_where_aborts_are_not_known_a_step_that_one_has_fed_is_gone_on_with(
     gate: Gate, in_place: bool
 ) -> None:
-    with Running("ddp", "one", 2, gate, in_place=in_place) as job:
+    with Running("ddp", "one", 2, gate, in_place=in_place, more=ABORTED if in_place else None) as job:
         one = job.abort(lose_links("ddp", 0, 1))
+        said = job.said
     assert one["aborted"], one
-    assert (one["fed"] > 0, one["mixed"] > 0) == (gate == "none", gate == "none"), one
+    assert (one["fed"] > 0, one["mixed"] > 0) == (gate in ("none", "unseen"), gate == "none"), one
+    told = "no step is kept in memory, and training goes on without: what torch's watchdog aborts is not seen here"
+    assert said.count(told) == (gate == "unseen"), said
+
+
+@pytest.mark.long
+def test_without_the_shim_torchs_watchdog_aborts_nothing() -> None:
+    with Running("ddp", "one", 2, "unseen") as job:
+        one = job.abort(lose_links("ddp", 0, 1))
+    assert (one["aborted"], one["fed"], one["mixed"]) == (0, 0, 0), one

@@ -12,7 +12,8 @@ newest step that it has sealed), and for each of the first four steps after that
     BUCKETS     "one": a step has one reduction
     WAIT_AT     the step at which all ranks wait until there is FOLDER/go
     GATE        "open": the optimizer's kernels stand behind no gate, and keepstep does not know it; "none": nor does it
-                know of aborts (where there is no shim); "unopened": nobody opens the gate before its time
+                know of aborts (where there is no shim), or that it does not; "unopened": nobody opens the gate before
+                its time
     BALLAST_GB  memory of the device that each rank takes besides; with HELD the script never lets go of it
     MORE        a backend of a group besides
     TOLD_S      seconds after which a rank that has lost others says so itself
@@ -38,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 from keepstep.checkpoint import api as door
+from keepstep.checkpoint import snapshot
 from keepstep.session import groups, staying
 from keepstep.session.device_gate import DeviceGate
 
@@ -166,6 +168,8 @@ if __name__ == "__main__":
     staying._DEATHS_TOLD_S = float(os.environ.get("TOLD_S", "10"))  # pyright: ignore[reportPrivateUsage]
     if os.environ.get("GATE") == "unopened":
         DeviceGate.open = lambda self: None
+    if os.environ.get("GATE") == "none":
+        snapshot.why_unseen = staying.why_unseen = lambda: ""
     if os.environ.get("GATE") in ("open", "none"):
         DeviceGate.__init__ = lambda self: setattr(self, "stands", True)
         for name in ("close", "open", "renew"):

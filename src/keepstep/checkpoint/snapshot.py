@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import native
+from keepstep.checkpoint.aborts import why_unseen
 from keepstep.checkpoint.header import StateHeader, encode_header
 from keepstep.checkpoint.matching import Matches, Moment, Store, newest_whole
 from keepstep.checkpoint.memory.cache import gib
@@ -171,6 +172,10 @@ class Snapshots:
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         self._compare()
+        if unseen := why_unseen():
+            self._matches.left_out(key)
+            self._once("aborts", f"no step is kept in memory, and training goes on without: {unseen}")
+            return
         self._families = self._watch.families()
         header, spans, text = self._flatten(state, step)
         if self._wishes:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.checkpoint import api as door
+from keepstep.checkpoint.aborts import why_unseen
 from keepstep.core.log_lines import one_line
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, MOST_BYTES, REFUSED, STAYS
@@ -118,7 +119,8 @@ class Staying:
                 raise error
         # Torch ends a group that was not aborted by waiting for its operations, and aborts none meanwhile.
         self._aborted.wait()
-        refusal = groups.refusal(gated=self._gate.stands)  # asked while the frames still hold the model
+        # Asked while the frames still hold the model.
+        refusal = groups.refusal(gated=self._gate.stands) or why_unseen()
         if refusal:
             self._refuse(refusal)
         door.keep_memory()

@@ -91,8 +91,14 @@ def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str]) -> WorkerP
     return replace(plan, rank=-1, environment=known)
 
 
+SHIM = "KEEPSTEP_NCCL_SHIM"
+"""Variable of the launcher that is 0 where workers are to run without the shim."""
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENDING = "3"
+"""Torch's own default. torchrun's is 1, with which the watchdog aborts before it ends the process: for a moment the
+device goes on, on what an aborted collective has left."""
 _KEEPING = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    _HANDLING: "2",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
@@ -100,8 +106,17 @@ _KEEPING = {
 read its flight recorder, which holds events of groups that are gone."""
 
 
+def keeping(job: Job, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Variables with which torch's watchdog ends no process that may outlive its incarnation; set ones stay."""
+    # Without the shim nobody sees what the watchdog aborts, and no process can be kept.
+    if not (job.in_place and job.max_restarts > 0 and job.watch) or environ.get(SHIM) == "0":
+        return {}
+    return {name: environ.get(name, usual) for name, usual in _KEEPING.items()}
+
+
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun sets for a worker, with the values that it would give them, and Gloo's switches.
+    """The variables that torchrun sets for a worker, with the values that it would give them but for NCCL's errors
+    (`_ENDING`), and Gloo's switches.
 
     ``TORCHELASTIC_USE_AGENT_STORE=False`` has rank 0 make the TCP store itself, because the launcher runs no torch.
     """
@@ -123,11 +138,10 @@ def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping
         "TORCHELASTIC_RUN_ID": job.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.name for signal in job.signals),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        _HANDLING: environ.get(_HANDLING, _ENDING),
         **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
-    if job.in_place and job.max_restarts > 0:
-        result |= {name: environ.get(name, usual) for name, usual in _KEEPING.items()}
+    result |= keeping(job, environ)
     if job.watch and job.mitigate == "auto":
         result[MICROBATCHES] = "1"
     if job.virtual_local_rank:

@@ -7,6 +7,7 @@ from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import (
     GLOO_IN_BATCHES,
     MICROBATCHES,
+    SHIM,
     Place,
     worker_command,
     worker_environment,
@@ -74,9 +75,15 @@ def test_torchs_watchdog_ends_no_process_that_is_to_be_kept() -> None:
     assert (kept[handling], kept[wait], kept[dump]) == ("2", "1", "0")
     own = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {handling: "3"})
     assert own[handling] == "3"
-    for flags in (("--in-place",), ("--max-restarts", "1")):
-        usual = worker_environment(job(*flags), PLACE, 0, {})
-        assert usual[handling] == "1"
+    unseen = ("--in-place", "--max-restarts", "1")  # without the shim nobody sees what the watchdog aborts
+    for flags, environ in (
+        (("--in-place",), {}),
+        (("--max-restarts", "1"), {}),
+        ((*unseen, "--no-watch"), {}),
+        (unseen, {SHIM: "0"}),
+    ):
+        usual = worker_environment(job(*flags), PLACE, 0, environ)
+        assert usual[handling] == "3"
         assert not {wait, dump} & set(usual)
 
 
