@@ -171,7 +171,7 @@ def test_a_new_step_is_one_that_no_rank_had_made_before():
 
 
 def left_for_parts(monkeypatch, folder, seconds):
-    """What each of two parts has left of the time, and which are left out; the second is due 300 s of 500."""
+    """What each of two parts has left of the time, and which are left out; the second is due 300 s of 490."""
     seen = {}
     shares = {"first": 200, "second": 300}
 
@@ -182,6 +182,10 @@ def left_for_parts(monkeypatch, folder, seconds):
     bench = Bench(Report("gpu", quick=True), folder, device="cuda", quick=True, seconds=seconds)
     bench_of_gpu.run_parts(bench, list(shares), bench_of_gpu.WHOLE_S)
     return seen, [one["name"] for one in bench.report.left_out]
+
+
+def test_the_whole_bench_has_time_for_the_shares_of_all_parts():
+    assert sum(part.share_s for part in bench_of_gpu.PARTS.values()) <= bench_of_gpu.WHOLE_S
 
 
 def test_a_part_has_what_is_left_but_for_the_shares_of_those_after_it(monkeypatch, tmp_path):
