@@ -31,8 +31,12 @@ def why_unseen() -> str:
 def _calls_nccl() -> bool:
     """Whether a group of NCCL's was used: its first operation makes a communicator, which the shim sees."""
     groups: Any = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
-    return any(
-        group._get_backend(device).name().lower() == "nccl" and group._get_sequence_number_for_group()
-        for group in groups
-        for device in group._device_types
-    )
+    return any(map(_calls, groups))
+
+
+def _calls(group: Any) -> bool:
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return any(one.name().lower() == "nccl" and one._get_sequence_number_for_group() for one in backends)
+    except Exception:  # groups of other libraries have what they like, and a save must not fail by them
+        return False
