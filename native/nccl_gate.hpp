@@ -66,7 +66,7 @@ class Gate {
     is_left_.store(false);
   }
   std::uint64_t aborts() const noexcept { return aborts_.load(); }
-  // A communicator is made by a call that comes through the shim: so will those be that abort it.
+  // A communicator is made by a call that comes through the shim: the calls that abort it will come through it, too.
   void sees() noexcept { sees_.store(true); }
   bool has_seen() const noexcept { return sees_.load(); }
   // Whether what a snapshot is begun of comes after an abort. Without a gate nobody tells when the groups are whole again:

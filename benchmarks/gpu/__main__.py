@@ -272,8 +272,12 @@ def run_parts(bench: Bench, names: Sequence[str], seconds: float) -> None:
             print(f"{name}: done, {bench.left_s():.0f} s left", file=sys.stderr, flush=True)
 
 
+class TimeOverError(Exception):
+    """The time of the whole bench is over."""
+
+
 def _give_up(*_: object) -> None:
-    raise TimeoutError("the time of the whole bench is over")
+    raise TimeOverError("the time of the whole bench is over")
 
 
 def no_gpu() -> str:
@@ -306,6 +310,7 @@ def main() -> None:
                 signal.signal(signal.SIGALRM, _give_up)
                 signal.alarm(int(seconds) + _LATE_S)
             run_parts(bench, chosen.part or list(PARTS), seconds)
+            signal.alarm(0)
     report.finish(chosen.json)
 
 

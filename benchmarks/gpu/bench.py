@@ -143,7 +143,8 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
     """The launcher ends its workers, also when it is told to end."""
     launcher.terminate()
     try:
-        launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(_END_S)
+    finally:
+        launcher.kill()  # does nothing to one that has ended
         launcher.wait()

@@ -207,7 +207,11 @@ def play_all(cases: Sequence[Case], folder: Path, environment: Mapping[str, str]
             pool.submit(play, case, folder / f"case-{number}", environment)
             for number, case in enumerate(cases)
         ]
-        return [job.result() for job in jobs]
+        try:
+            return [job.result() for job in jobs]
+        finally:
+            for job in jobs:
+                job.cancel()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def test_only_where_aborts_are_not_known_a_step_that_one_has_fed_is_gone_on_with
         said = job.said
     assert one["aborted"], one
     assert (one["fed"] > 0, one["mixed"] > 0) == (gate in ("none", "unseen"), gate == "none"), one
-    told = "no step is kept in memory, and training goes on without: what torch's watchdog aborts is not seen here"
+    told = "no step is kept, and training goes on without: what torch's watchdog aborts is not seen here"
     assert said.count(told) == (gate == "unseen"), said
 
 

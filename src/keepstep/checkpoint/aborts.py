@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from typing import Any
 
@@ -19,24 +20,32 @@ def why_unseen() -> str:
     """
     if os.environ.get(HANDLING) not in _ABORTING or not _calls_nccl():
         return ""
-    shim: Any = ctypes.CDLL(None)
-    if hasattr(shim, "keepstep_gate_sees") and shim.keepstep_gate_sees() & 0xFF:  # a bool of C is a byte
+    if (sees := _sees()) and sees() & 0xFF:  # a bool of C is a byte
         return ""
     return (
         "what torch's watchdog aborts is not seen here, so a step may be what an aborted collective has left: "
-        f"set {HANDLING}=3"
+        f"set {HANDLING}=3 (--in-place sets 2)"
     )
 
 
+@functools.cache
+def _sees() -> Any:
+    """The shim's function that tells whether it has seen a communicator; None where there is no shim."""
+    return getattr(ctypes.CDLL(None), "keepstep_gate_sees", None)
+
+
 def _calls_nccl() -> bool:
-    """Whether a group of NCCL's was used: its first operation makes a communicator, which the shim sees."""
-    groups: Any = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]
-    return any(map(_calls, groups))
+    """Whether a collective of NCCL's was called: the first one makes a communicator, which the shim sees."""
+    return any(map(_calls, list(distributed_c10d._world.pg_map)))  # pyright: ignore[reportPrivateUsage]
 
 
 def _calls(group: Any) -> bool:
     try:
         backends = [group._get_backend(device) for device in group._device_types]
-        return any(one.name().lower() == "nccl" and one._get_sequence_number_for_group() for one in backends)
+        ours = [one for one in backends if one.name().lower() == "nccl"]
     except Exception:  # groups of other libraries have what they like, and a save must not fail by them
         return False
+    try:
+        return any(one._get_sequence_number_for_group() for one in ours)
+    except Exception:
+        return bool(ours)

@@ -35,8 +35,8 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
     ``persist`` brings the snapshot to storage (``keepstep run --checkpoint-dir``) while training goes on; None does so
     when it is due (``--checkpoint-every``). All ranks give the same value.
 
-    Where ranks do not save the same steps, or the node's memory is too small, nothing is kept: that is said once, and
-    training goes on.
+    Where ranks do not save the same steps, the node's memory is too small, or collectives of NCCL may be aborted unseen
+    (`aborts.why_unseen`), nothing is kept: that is said once, and training goes on.
 
     Raises:
         CheckpointError: the state cannot be saved; ``persist`` without storage; ``step`` is not above the last one.

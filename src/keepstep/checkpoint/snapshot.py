@@ -172,15 +172,15 @@ class Snapshots:
         if self._last is not None and key <= self._last:
             raise CheckpointError(f"step {step} after step {self._last.step}: steps must grow between saves")
         self._compare()
-        if unseen := why_unseen():
-            self._matches.left_out(key)
-            self._once("aborts", f"no step is kept in memory, and training goes on without: {unseen}")
-            return
         self._families = self._watch.families()
         header, spans, text = self._flatten(state, step)
         if self._wishes:
             self._wishes.note(step, begun_s, blocked_s)
         wanted = self._is_wanted(key, persist)
+        if unseen := why_unseen():
+            self._matches.left_out(key)
+            self._once("aborts", f"no step is kept, and training goes on without: {unseen}")
+            return
         try:
             index = self._slot(key, _slot_bytes(header, text), header.data_bytes)
         except CheckpointError as error:

@@ -35,7 +35,7 @@ from keepstep.launch.after_incarnation import (
 from keepstep.launch.command import addresses, run_folder
 from keepstep.launch.command.job import Job
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import COOKIE, Place, keeping
+from keepstep.launch.command.placement import COOKIE, Place
 from keepstep.launch.controller.hosting import Hosting
 from keepstep.launch.controller.late_names import address_in_time
 from keepstep.launch.controller_orders import Orders
@@ -254,9 +254,6 @@ class Launcher:
         is_watched = self._watching.rings.paths and controller.at and autoloads(self._crew.environ)
         watched = "watched, " if is_watched else ""
         self._run.say(f"{which} on {self._run.job.node}: {watched}run folder {self._run.folder}")
-        given = " ".join(f"{name}={value}" for name, value in keeping(job, self._crew.environ).items())
-        if given and place.incarnation == 0:
-            self._run.note(f"torch's watchdog is to end no process that can go on: workers have {given}")
         return workers
 
     async def _end_workers(self, workers: Workers, outcome: Outcome, place: Place) -> None:
@@ -274,6 +271,7 @@ class Launcher:
         await self._memory_freed()
 
     def _note_stuck(self, children: Sequence[Child]) -> None:
+        """Tell of processes that SIGKILL did not end: a spare may take this node's place."""
         for child in children:
             self._run.processes.stuck.add(child.pid)
             stuck = f"{child.name} (process {child.pid}) is stuck in the kernel, even when killed"

@@ -24,7 +24,7 @@ _GPU_SIZES, _GPU_PRODUCTS = (4096, 1024), 8  # the small size is taken where mem
 
 
 def device_tests(rank: int, device: str, running: Callable[[], bool]) -> Iterator[DeviceFigure | str]:
-    """The figure of each test, or a text that says why there is none. Ends early once ``running()`` is false."""
+    """The figure of each test, or a text that says why there is none. Ends once ``running()`` is false, at any test."""
     if device.startswith("cuda"):
         yield from _products_on_gpu(rank, device, running)
     else:
@@ -100,6 +100,8 @@ def _products_on_gpu(rank: int, device: str, running: Callable[[], bool]) -> Ite
         if test == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
             continue
         for size in _GPU_SIZES:
+            if not running():
+                return
             if not _fits(size, device):
                 continue
             try:

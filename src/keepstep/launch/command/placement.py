@@ -91,8 +91,6 @@ def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str]) -> WorkerP
     return replace(plan, rank=-1, environment=known)
 
 
-SHIM = "KEEPSTEP_NCCL_SHIM"
-"""Variable of the launcher that is 0 where workers are to run without the shim."""
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENDING = "3"
 """Torch's own default. torchrun's is 1, with which the watchdog aborts before it ends the process: for a moment the
@@ -107,11 +105,14 @@ read its flight recorder, which holds events of groups that are gone."""
 
 
 def keeping(job: Job, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Variables with which torch's watchdog ends no process that may outlive its incarnation; set ones stay."""
-    # Without the shim nobody sees what the watchdog aborts, and no process can be kept.
-    if not (job.in_place and job.max_restarts > 0 and job.watch) or environ.get(SHIM) == "0":
+    """Variables besides with which torch's watchdog ends no process that may outlive its incarnation.
+
+    For workers with the NCCL shim: without it nobody sees what the watchdog aborts, and no process can be kept. Empty,
+    too, where the user has the watchdog do something else.
+    """
+    if not (job.in_place and job.max_restarts > 0) or environ.get(_HANDLING, "2") != "2":
         return {}
-    return {name: environ.get(name, usual) for name, usual in _KEEPING.items()}
+    return {name: usual for name, usual in _KEEPING.items() if name not in environ}
 
 
 def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -141,7 +142,6 @@ def worker_environment(job: Job, place: Place, local_rank: int, environ: Mapping
         _HANDLING: environ.get(_HANDLING, _ENDING),
         **{name: environ.get(name, "1") for name in GLOO_IN_BATCHES},
     }
-    result |= keeping(job, environ)
     if job.watch and job.mitigate == "auto":
         result[MICROBATCHES] = "1"
     if job.virtual_local_rank:

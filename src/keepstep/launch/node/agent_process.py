@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError
 from keepstep.launch.command.meeting import Endpoint
-from keepstep.launch.command.placement import Place
+from keepstep.launch.command.placement import Place, keeping
 from keepstep.launch.local_run import LocalRun
 from keepstep.launch.node.node_cache import NodeCache
 from keepstep.launch.node.programs import Companion, agent_command, environment
 from keepstep.launch.node.waiting_program import Waiting
-from keepstep.launch.workers.rings import Rings, preload, shim
+from keepstep.launch.workers.rings import LD_PRELOAD, Rings, preload, shim
 
 if TYPE_CHECKING:
     from keepstep.launch.workers.incarnation import Workers
@@ -65,7 +65,14 @@ class Watching:
         except (*_FAILURES, ValueError) as error:
             self._run.warn(f"the workers train unwatched, no ring can be made: {error}")
             return {}
-        preloaded = preload(environ, shim())
+        library = shim()
+        preloaded = preload(environ, library)
+        if preloaded or str(library) in environ.get(LD_PRELOAD, ""):
+            kept = keeping(job, environ)
+            preloaded = {**preloaded, **kept}
+            if kept and place.incarnation == 0:
+                given = " ".join(f"{name}={value}" for name, value in kept.items())
+                self._run.note(f"where workers use NCCL its watchdog ends no process that can go on: {given}")
         found_by = self.rings.environment(place, self._run.folder, environ)
         return {local: {**one, **preloaded} for local, one in found_by.items()}
 

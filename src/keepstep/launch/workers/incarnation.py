@@ -27,6 +27,7 @@ from keepstep.launch.workers.processes import (
 )
 from keepstep.launch.workers.rank_words import RankWords, Words, read_at
 from keepstep.launch.workers.restarts import Restarts
+from keepstep.launch.workers.rings import preload, shim
 from keepstep.launch.workers.root_cause import (
     Failure,
     examine,
@@ -274,7 +275,8 @@ class Workers:
             if not child.alive:
                 self._processes.clear(child)
         survivors = self._restarts.survivors
-        return self.alive + (await survivors.left() if survivors else [])
+        stuck = await survivors.left() if survivors else []
+        return self.alive + stuck
 
     def _exited(self, plan: WorkerPlan, child: Child) -> None:
         assert child.status is not None
@@ -372,7 +374,9 @@ class Crew:
         """Warm standbys on a node that has no place yet, by what the workers of another node import."""
         standbys = self.restarts.standbys
         standbys.folder = self._run.folder / "spares" / str(os.getpid())
-        plans = [spare_plan(self._run.job, local, self.environ) for local in range(self._run.job.nproc)]
+        job = self._run.job
+        environ = {**self.environ, **(preload(self.environ, shim()) if job.watch else {})}
+        plans = [spare_plan(job, local, environ) for local in range(job.nproc)]
         standbys.warm_for_spare(imports, plans)
 
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:

@@ -155,6 +155,7 @@ class Processes:
                 continue
             child = self._children.pop(pid, None)
             self.gone[pid] = child.name if child else ""
+            self.stuck.discard(pid)
             if child is None:
                 unknown.append(pid)
                 continue

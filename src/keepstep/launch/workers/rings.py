@@ -8,9 +8,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from keepstep.launch.command.placement import INCARNATION, LINKS, ORDERS, RING, RUN_DIR, SHIM, Place
+from keepstep.launch.command.placement import INCARNATION, LINKS, ORDERS, RING, RUN_DIR, Place
 
 LD_PRELOAD = "LD_PRELOAD"
+SHIM = "KEEPSTEP_NCCL_SHIM"
+"""Variable of the launcher that is 0 where workers are to run without the shim."""
 _SEPARATORS = " :"  # characters that end a path in LD_PRELOAD and cannot be quoted
 _LIBRARY = "libkeepstep_nccl.so"
 

@@ -164,12 +164,15 @@ class Survivors:
         if word == STAYS:
             if self._connections.setdefault(pid, connection) is not connection:
                 self._server.drop(connection)  # one for each process is enough
-        elif word == LEFT and one is not None:
-            one.state = "left"
+        elif word in (LEFT, REFUSED) and one is not None:
+            if one.state == "killed":  # it came too late
+                return
+            if word == LEFT:
+                one.state = "left"
+            else:
+                self._run.warn(f"{one.name} begins anew in another process: {why}")
+                self._kill(one)
             self._changed.set()
-        elif word == REFUSED and one is not None:
-            self._run.warn(f"{one.name} begins anew in another process: {why}")
-            self._kill(one)
         elif word == LOST:
             if pid in self._connections and one is None:
                 self._lost(pid, why)

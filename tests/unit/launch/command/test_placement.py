@@ -7,8 +7,8 @@ from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import (
     GLOO_IN_BATCHES,
     MICROBATCHES,
-    SHIM,
     Place,
+    keeping,
     worker_command,
     worker_environment,
     worker_plan,
@@ -71,20 +71,14 @@ def test_torchs_watchdog_ends_no_process_that_is_to_be_kept() -> None:
         f"TORCH_NCCL_{name}"
         for name in ("ASYNC_ERROR_HANDLING", "WAIT_TIMEOUT_DUMP_MILSEC", "DUMP_ON_TIMEOUT")
     )
-    kept = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {})
-    assert (kept[handling], kept[wait], kept[dump]) == ("2", "1", "0")
-    own = worker_environment(job("--in-place", "--max-restarts", "1"), PLACE, 0, {handling: "3"})
-    assert own[handling] == "3"
-    unseen = ("--in-place", "--max-restarts", "1")  # without the shim nobody sees what the watchdog aborts
-    for flags, environ in (
-        (("--in-place",), {}),
-        (("--max-restarts", "1"), {}),
-        ((*unseen, "--no-watch"), {}),
-        (unseen, {SHIM: "0"}),
-    ):
-        usual = worker_environment(job(*flags), PLACE, 0, environ)
-        assert usual[handling] == "3"
-        assert not {wait, dump} & set(usual)
+    in_place = job("--in-place", "--max-restarts", "1")
+    assert keeping(in_place, {}) == {handling: "2", wait: "1", dump: "0"}
+    assert keeping(in_place, {handling: "2", dump: "1"}) == {wait: "1"}
+    assert keeping(in_place, {handling: "3"}) == {}
+    for flags in (("--in-place",), ("--max-restarts", "1")):
+        assert keeping(job(*flags), {}) == {}
+    assert worker_environment(in_place, PLACE, 0, {})[handling] == "3"  # where nobody sees what is aborted
+    assert worker_environment(in_place, PLACE, 0, {handling: "1"})[handling] == "1"
 
 
 def test_virtual_local_rank_shows_each_worker_its_device() -> None:
