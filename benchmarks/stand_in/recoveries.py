@@ -1,6 +1,6 @@
 """Recoveries of four ranks on the stand-in GPU, whose operators compute: killed, an exception, an error of a kernel.
 
-    python -m benchmarks.stand_in.recoveries [--times N] [--way standbys|in-place] [--json FILE]
+    python -m benchmarks.stand_in.recoveries [--times N] [--first SEED] [--way standbys|in-place] [--json FILE]
 
 Each time is one job of a Session for each way, by warm standbys alone and in place beside them. Its faults come one
 after the other, each of another kind and of a drawn rank and phase, once standbys are warm. Told are the seconds from
@@ -191,6 +191,7 @@ def _faults(trials: Sequence[Mapping[str, Any]], what: str) -> list[Mapping[str,
 def main() -> None:
     parser = bench_arguments("stand_in.recoveries", "Recoveries of four ranks on the stand-in GPU.")
     parser.add_argument("--times", type=int, default=10, metavar="N", help="of each kind of fault (10)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--way", choices=WAYS, help="default: both")
     arguments = parser.parse_args()
     report = Report("recoveries on the stand-in", quick=arguments.quick)
@@ -198,7 +199,8 @@ def main() -> None:
     plain = Plain()
     for name in [arguments.way] if arguments.way else WAYS:
         trials: list[dict[str, Any]] = []
-        for seed in range(1 if arguments.quick else arguments.times):
+        count = 1 if arguments.quick else arguments.times
+        for seed in range(arguments.first, arguments.first + count):
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 trials.append(
                     kept.result(

@@ -18,6 +18,7 @@ from tests.e2e.marked import marked
 pytestmark = pytest.mark.e2e
 
 PATIENCE_S = 60
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Run:
@@ -374,10 +375,14 @@ def test_the_environment_is_torchruns(run: Run) -> None:
     for rank in (0, 1):
         ours = json.loads((run.folder / f"ours{rank}").read_text())
         theirs = json.loads((run.folder / f"theirs{rank}").read_text())
-        differs = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE", "DUMP"}
+        differs = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE", HANDLING, "DUMP"}
         set_there = {name for name in theirs if theirs[name] != os.environ.get(name)} - differs
         assert {name: ours.get(name) for name in set_there} == {name: theirs[name] for name in set_there}
         assert set(theirs) <= set(ours)
+        assert (ours[HANDLING], theirs[HANDLING]) == (
+            "3",
+            "1",
+        )  # torch's own default, under which nothing is aborted
 
 
 def test_a_watched_worker_has_the_nccl_shim_preloaded_unless_told_otherwise(run: Run) -> None:
