@@ -62,7 +62,7 @@ def abort(store: dist.Store, both: bool) -> None:
     say("again", int(reduced(RANK + 1).item()))
 
 
-def abort_behind_a_kernel() -> None:
+def abort_behind_a_kernel(store: dist.Store) -> None:
     """A kernel of rank 0 never ends; the abort of what was enqueued behind it waits for it."""
     say("together", int(reduced(RANK + 1).item()))
     if RANK == 0:
@@ -77,6 +77,8 @@ def abort_behind_a_kernel() -> None:
 
         threading.Thread(target=give_up, daemon=True).start()
         say("it returns", gone.wait(0.5))
+        store.set("told", "")
+    store.wait(["told"])  # the end of rank 1 would be an error of the all-reduce
     os._exit(0)
 
 
@@ -115,7 +117,7 @@ def main() -> None:
     if sys.argv[1] == "dead":
         dead()
     if sys.argv[1] == "abort-behind":
-        abort_behind_a_kernel()
+        abort_behind_a_kernel(store)
     abort(store, both=sys.argv[1] == "abort-waits")
     dist.barrier()
     os._exit(0)
