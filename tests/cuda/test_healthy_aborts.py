@@ -10,17 +10,19 @@ def lose_links(layout: str, *ranks: int) -> Drawn:
     return Drawn(layout, "one", 2, "lose-links", ranks, "backward", 4)
 
 
-# Ranks a step apart are a moment that may not come on a busy machine.
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_all_go_on_in_their_processes_with_a_step_that_all_hold(layout: str) -> None:
     with Running(layout, "one", 2, "kept") as job:
-        for ranks in ((0, 1), (1,)):
+        for ranks in ((0, 1), (1,), (1,), (1,)):
             one = job.abort(lose_links(layout, *ranks))
             assert not one["failed"], one["failed"]
             assert one["aborted"], one
-        # Rank 0 has made the step whose reduction did not come to rank 1: it is sealed there only, and made again.
-        assert one["held_by"] == [one["begun"][0] + 1, one["begun"][0]], one
+            # Rank 0 has made the step whose reduction did not come to rank 1: it is sealed there only, and made again.
+            if one["held_by"] == [one["begun"][0] + 1, one["begun"][0]]:
+                break
+        else:
+            pytest.fail(f"ranks were never a step apart: {one}")
         died = job.abort(Drawn(layout, "one", 2, "die", (1,), "optimizer", 4))
         assert not died["failed"], died["failed"]
 
