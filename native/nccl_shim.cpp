@@ -359,7 +359,7 @@ extern "C" bool keepstep_gate_put(Stream stream) { return gate().put(stream); }
 extern "C" void keepstep_gate_close() { gate().close(); }
 extern "C" void keepstep_gate_open() { gate().leave_open(); }
 extern "C" void keepstep_gate_renew() { gate().renew(); }
-extern "C" bool keepstep_gate_sees() { return gate().has_seen(); }  // checkpoint/aborts.py
+extern "C" bool keepstep_gate_sees() { return gate().has_seen(); }  // checkpoint/unseen_aborts.py
 extern "C" std::uint64_t keepstep_gate_aborts() { return gate().aborts(); }
 extern "C" std::uint64_t keepstep_gate_spoils_next() { return gate().spoils_next(); }
 

@@ -36,7 +36,7 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
     when it is due (``--checkpoint-every``). All ranks give the same value.
 
     Where ranks do not save the same steps, the node's memory is too small, or collectives of NCCL may be aborted unseen
-    (`aborts.why_unseen`), nothing is kept: that is said once, and training goes on.
+    (`unseen_aborts.why_unseen`), nothing is kept: that is said once, and training goes on.
 
     Raises:
         CheckpointError: the state cannot be saved; ``persist`` without storage; ``step`` is not above the last one.

@@ -22,7 +22,6 @@ import msgspec
 import torch
 
 from keepstep.checkpoint import native
-from keepstep.checkpoint.aborts import why_unseen
 from keepstep.checkpoint.header import StateHeader, encode_header
 from keepstep.checkpoint.matching import Matches, Moment, Store, newest_whole
 from keepstep.checkpoint.memory.cache import gib
@@ -37,6 +36,7 @@ from keepstep.checkpoint.restore.resume import Agreed, Row, Rows, SaidByAnother,
 from keepstep.checkpoint.state import Span, flatten, identity, with_families, with_state_dicts
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.checkpoint.storage.wishes import Wishes
+from keepstep.checkpoint.unseen_aborts import why_unseen
 from keepstep.core.errors import CheckpointError
 from keepstep.core.log_lines import one_line
 from keepstep.core.ranges import fold_ranks

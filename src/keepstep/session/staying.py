@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.checkpoint import api as door
-from keepstep.checkpoint.aborts import why_unseen
+from keepstep.checkpoint.unseen_aborts import why_unseen
 from keepstep.core.log_lines import one_line
 from keepstep.core.lost_connection import tells_of_another
 from keepstep.core.staying import ADDRESS, LEAVE, LEFT, LOST, MOST_BYTES, REFUSED, STAYS

@@ -84,9 +84,9 @@ def worker_plan(
     )
 
 
-def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str]) -> WorkerPlan:
+def spare_plan(job: Job, local_rank: int, environ: Mapping[str, str], more: Mapping[str, str]) -> WorkerPlan:
     """The worker that a spare will have, as far as it is known: not its rank, nor who the others are (`BY_PLACE`)."""
-    plan = worker_plan(job, Place(0, 0, 1, 1, "", 0), local_rank, environ, {})
+    plan = worker_plan(job, Place(0, 0, 1, 1, "", 0), local_rank, environ, more)
     known = {name: value for name, value in plan.environment.items() if name not in BY_PLACE}
     return replace(plan, rank=-1, environment=known)
 

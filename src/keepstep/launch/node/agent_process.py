@@ -67,7 +67,7 @@ class Watching:
             return {}
         library = shim()
         preloaded = preload(environ, library)
-        if preloaded or str(library) in environ.get(LD_PRELOAD, ""):
+        if preloaded or (library and str(library) in environ.get(LD_PRELOAD, "")):
             kept = keeping(job, environ)
             preloaded = {**preloaded, **kept}
             if kept and place.incarnation == 0:

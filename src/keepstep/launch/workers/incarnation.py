@@ -375,8 +375,8 @@ class Crew:
         standbys = self.restarts.standbys
         standbys.folder = self._run.folder / "spares" / str(os.getpid())
         job = self._run.job
-        environ = {**self.environ, **(preload(self.environ, shim()) if job.watch else {})}
-        plans = [spare_plan(job, local, environ) for local in range(job.nproc)]
+        preloaded = preload(self.environ, shim()) if job.watch else {}
+        plans = [spare_plan(job, local, self.environ, preloaded) for local in range(job.nproc)]
         standbys.warm_for_spare(imports, plans)
 
     def start(self, place: Place, environment: Mapping[int, Mapping[str, str]]) -> Workers:

@@ -165,7 +165,7 @@ class Survivors:
             if self._connections.setdefault(pid, connection) is not connection:
                 self._server.drop(connection)  # one for each process is enough
         elif word in (LEFT, REFUSED) and one is not None:
-            if one.state == "killed":  # it came too late
+            if one.state == "killed":  # the message was sent before the process was killed
                 return
             if word == LEFT:
                 one.state = "left"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from keepstep.checkpoint.aborts import HANDLING, why_unseen
+from keepstep.checkpoint.unseen_aborts import HANDLING, why_unseen
 
 
 @pytest.fixture(autouse=True)
