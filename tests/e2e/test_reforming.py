@@ -196,12 +196,14 @@ torch.distributed.init_process_group("gloo")
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, requires_grad=True))], lr=0.1)
 optimizer.step()
 path = os.path.join(sys.argv[1], f"how-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
-with open("/proc/self/cmdline") as how, open(path + ".draft", "w") as out: out.write(how.read())
+with open("/proc/self/cmdline") as how, open("/proc/self/maps") as maps, open(path + ".draft", "w") as out:
+    out.write(how.read() + maps.read())
 os.rename(path + ".draft", path)
 while not os.path.exists(os.path.join(sys.argv[1], "end")): time.sleep(0.05)
 """
 
 
+@pytest.mark.usefixtures("cold")  # what is preloaded is asked for
 def test_a_spare_keeps_standbys_warm_that_become_its_workers(nodes: Nodes) -> None:
     script = nodes.folder / "how.py"
     script.write_text(HOW)
@@ -214,7 +216,9 @@ def test_a_spare_keeps_standbys_warm_that_become_its_workers(nodes: Nodes) -> No
     until(lambda: all((nodes.folder / f"how-{rank}-1").exists() for rank in range(2)))
     (nodes.folder / "end").touch()
     assert nodes.launchers[0].wait(PATIENCE_S) == 0, nodes.said()
-    assert "standby.py" in (nodes.folder / "how-1-1").read_text()
+    how = (nodes.folder / "how-1-1").read_text()
+    assert "standby.py" in how
+    assert "libkeepstep_nccl.so" in how  # preloaded when the standby began: a worker cannot load it later
 
 
 def test_a_spare_that_is_not_needed_ends_with_the_job(nodes: Nodes) -> None:
