@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -86,3 +87,42 @@ def test_without_keepstep_run_it_only_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 3
     assert "no checkpoint is kept in memory" in done.stderr
+
+
+OTHERWISE = """
+import os
+import torch, keepstep
+
+@keepstep.resilient
+def train(session):
+    more = {"more": torch.zeros(2)} if session.incarnation else {}
+    start = session.restore(weight=torch.zeros(4), **more)
+    for step in session.steps(start, 6):
+        if step == 3:
+            os._exit(7)
+
+torch.distributed.init_process_group("gloo")
+train()
+"""
+
+
+def test_a_state_that_is_not_the_one_saved_has_no_second_restart(tmp_path: Path) -> None:
+    script, folder = tmp_path / "otherwise.py", tmp_path / "run"
+    script.write_text(OTHERWISE)
+    command = [sys.executable, "-m", "keepstep.cli", "run", "--run-dir", str(folder), "--max-restarts", "9"]
+    done = subprocess.run(
+        [*command, "--standbys", "0", str(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "restart 1 of 9" in done.stderr
+    assert "restart 2 of 9" not in done.stderr
+    assert done.stderr.count("nothing is restored: more: not in the snapshot; build the state as it was") == 1
+    assert "cannot restore its state, nor could it after a restart (CheckpointError: more:" in done.stderr
+    crashes = [json.loads(one.read_bytes()) for one in sorted((folder / "incidents").glob("*.json"))]
+    assert "more: not in the snapshot" in crashes[-1]["summary"], crashes[-1]

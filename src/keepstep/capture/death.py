@@ -34,6 +34,26 @@ def write_error_file(path: str, error: BaseException) -> None:
         json.dump({"message": message}, file)
 
 
+_foreseen: list[
+    str
+] = []  # error files that were written before it was sure that the process ends by the error
+
+
+def foresee(error: BaseException) -> None:
+    """Leave ``error`` for the launcher, which the process will end by unless the script handles it (`go_on`)."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            write_error_file(path, error)
+            _foreseen.append(path)
+
+
+def go_on() -> None:
+    """Take back what was foreseen: the script has handled it."""
+    while _foreseen:
+        with suppress(OSError):
+            os.unlink(_foreseen.pop())
+
+
 def install() -> None:
     """Add to ``sys.excepthook``, and keep last words; what the script prints and its exit code do not change."""
     _last_words.install()
@@ -45,6 +65,7 @@ def install() -> None:
         if not path or os.getpid() != process or issubclass(kind, KeyboardInterrupt):
             return previous(kind, error, origin)
         with suppress(Exception):  # an error in here must not hide the user's error
+            go_on()
             write_error_file(path, error)
         said = previous(kind, error, origin)
         _milestones.reached("raised")

@@ -51,6 +51,7 @@ class Phases:
         self._mark: device_mark.Mark | None = None
         self._backward: Operation | None = None
         self._stepped_in_backward = False
+        self._optimized = False  # whether an optimizer of torch's has stepped
         # Id of the optimizer, `backwards` then, and record.
         self._step: tuple[int, int, Operation] | None = None
         self._open: dict[int, Operation] = {}
@@ -75,6 +76,7 @@ class Phases:
         """Forget all phases in progress, because another incarnation begins in this process."""
         self.backwards, self._modules = 0, 0
         self._backward, self._step, self._stepped_in_backward = None, None, False
+        self._optimized = False
         self._open.clear()
         self._buckets.begin()
         self._evaluation.forget()
@@ -148,13 +150,27 @@ class Phases:
                 buckets.plain = False
                 self._backward = None
                 operation()
-                if self._stepped_in_backward:
-                    self._mark_step_in_backward()
+                if self._stepped_in_backward:  # an optimizer stepped once for each parameter
+                    self._stepped_in_backward = False
+                    self._record_step()
 
         return run_backward
 
+    @harmless
+    def end_step(self) -> None:
+        """Record an optimizer step where a Session's step ends that was made without any optimizer of torch's."""
+        if self._optimized or (self.recorder.start is None and not self.recorder.claim()):
+            return
+        if len(sys.modules) != self._modules:
+            self._look_for_more()
+        if self._evaluation.operation is not None:
+            self._evaluation.end_by_backward()
+        self.recorder.thread = threading.get_ident()
+        self._record_step()
+
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self.recorder
+        self._optimized = True
         try:
             if recorder.start is None and not recorder.claim():
                 return
@@ -196,9 +212,8 @@ class Phases:
         if words[ORDER]:
             self._hold.look(operation.seq)
 
-    def _mark_step_in_backward(self) -> None:
-        """Record one optimizer step after a backward pass in which an optimizer stepped once for each parameter."""
-        self._stepped_in_backward = False
+    def _record_step(self) -> None:
+        """Record one optimizer step that has no length of its own."""
         operation = self.recorder.phase(Phase.OPTIMIZER)
         if operation is not None:
             self._end_step(operation)

@@ -84,6 +84,10 @@ class Probe:
         self._phases.renew()
         self._teardown.forget()
 
+    def end_step(self) -> None:
+        """Record that a Session's step is over, unless an optimizer of torch's has been recorded."""
+        self._phases.end_step()
+
     def remove(self) -> None:
         """Remove the probe from torch and close the ring (for tests)."""
         writer = self.recorder.writer

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from keepstep import capture
+from keepstep.capture import death
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
-from keepstep.checkpoint.restore.resume import refuse
+from keepstep.checkpoint.restore.resume import SaidByAnother, refuse
 from keepstep.checkpoint.snapshot import Snapshots, Worker, talk
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError
@@ -43,6 +44,7 @@ def save(state: dict[Any, Any], step: int, *, overlap: bool = True, persist: boo
     """
     snapshots = _snapshots(collective=False)
     _left.clear()
+    death.go_on()
     if snapshots:
         snapshots.save(state, step, overlap=overlap, persist=persist)
 
@@ -63,9 +65,12 @@ def load(state: dict[Any, Any]) -> int | None:
     try:
         step = snapshots.load(state) if snapshots else None
     except CheckpointError as error:
+        if not isinstance(error, SaidByAnother):
+            death.foresee(error)
         raise _Refused(str(error)) from None
     finally:
         _left.clear()
+    death.go_on()
     _milestones.reached("state", step or 0)
     if step and (probe := capture.current()):
         probe.recorder.begins_at(step)

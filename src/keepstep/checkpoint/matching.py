@@ -194,6 +194,8 @@ class Matches:
                     f"save number {number} is step {own} on rank {self._rank} and step {step} on rank {rank}: "
                     "give save() the same step on all ranks"
                 )
+        if self._last(store, self._rank) is None:
+            return ""  # the store answers no more
         if never and missed:
             who = f"{'rank' if len(never) == 1 else 'ranks'} {fold_ranks(never)}"
             return f"{who} never saved: call save() on all ranks, not only on rank {self._rank}"

@@ -48,9 +48,6 @@ _TURNS = 2  # slots that snapshots are taken into by turns
 _MOST_THREADS = 4  # threads that copy
 _MOST_TOLD = 256  # lines that are remembered, so as not to be printed again
 _LONGEST_TOPIC = 100
-_MEND = (
-    "build the state as it was saved, or start a new `keepstep run`, with another --checkpoint-dir or none"
-)
 _POLL_S = 0.002
 
 
@@ -226,9 +223,8 @@ class Snapshots:
             agreed = talk(resume(rank, self._worker.incarnation), self._gather)
         except CheckpointError as error:
             why = rank.error or error
-            mend = f"; {_MEND}" if rank.error else ""
             if not isinstance(why, SaidByAnother):
-                self._once("refused", f"nothing is restored, and the job ends: {why}{mend}")
+                self._once("refused", f"nothing is restored: {why}")
             raise why from None
         self._say_refused(rank)
         if agreed.key is not None:
@@ -379,10 +375,11 @@ class Snapshots:
         return found
 
     def _leave_out(self, key: Key) -> None:
-        """No slot is free: say why, and tell others that they need not keep this step."""
-        self._in_vain = True
+        """No slot is free: tell others that they need not keep this step, and say why, once it is so again."""
+        again, self._in_vain = self._in_vain, True
         self._matches.left_out(key)
-        if self._compare(missed=True):
+        missed = self._pace.in_step if self._pace.collectives else again
+        if self._compare(missed=missed) or not again:
             return
         if self._last and self._matches.is_whole(self._last):
             why = "its slots are being read, or wait for storage"
@@ -410,12 +407,10 @@ class Snapshots:
     ) -> None:
         owned = self._watch.owned(self._families) if overlap else set[int]()
         if overlap and not owned and self._saved:
-            why = (
-                "an optimizer steps inside backward"
-                if self._watch.in_backward
-                else "no torch optimizer stepped"
-            )
-            self._say(f"{why}: snapshots are copied at the step boundary, not during the next step")
+            why = "no torch optimizer has stepped so far: until one does,"
+            if self._watch.in_backward:
+                why = "an optimizer steps inside backward:"
+            self._say(f"{why} snapshots are copied at the step boundary, not during the next step")
         self._saved = True
         plan, copies, moving = array("Q"), list[torch.Tensor](), set[int]()
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() and native.has_cuda() else -1

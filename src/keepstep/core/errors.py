@@ -50,3 +50,7 @@ class UnsafePathError(KeepstepError, OSError):
 
 class CheckpointError(KeepstepError):
     """A state cannot be saved as asked, or a snapshot is damaged, foreign or not the one wanted."""
+
+
+REBUILD = "build the state as it was saved"
+"""In the message of a `CheckpointError`: the script's state is not that of the snapshot, in any restart."""

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -93,9 +93,14 @@ def refusal(*, gated: bool = False) -> str:
     for module, words in _REFUSED.items():
         if module in sys.modules and (module != "torch.distributed.rpc.api" or _rpc_runs()):
             return f"a training with {words} is begun again in a fresh process"
-    others = {name for group in made() for name in _backends(group)} - {"gloo", "nccl" if gated else "gloo"}
-    if others:
+    backends = {name for group in made() for name in _backends(group)}
+    if others := backends - {"gloo", "nccl"}:
         return f"groups of {', '.join(sorted(others))} are made again in a fresh process"
+    if "nccl" in backends and not gated:
+        return (
+            "its newest step on the GPU was behind no gate, as without an optimizer of torch.optim, with one in a "
+            "CUDA graph, or before its first step"
+        )
     if getattr(sys.modules.get(_COMPILED), "FRAME_COUNTER", 0):
         return "compiled code is made again in a fresh process"
     sharded: Any = getattr(sys.modules.get(_FSDP1), "FullyShardedDataParallel", None)
@@ -113,7 +118,9 @@ def let_go(default: DefaultGroup | None = None) -> list[str]:
     kind: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
     meshes = [weakref.ref(one) for one in _objects() if type(one) is kind]
     _empty_caches()  # comes first, because the collector finds nothing that a cache still holds
+    hooked = _hide_hooks()
     gc.collect()  # Works and models that are garbage hold groups
+    _give_back_hooks(hooked)
     until_quiet()
     groups = [weakref.ref(one) for one in made()]
     are_named = bool(_gloo_threads())
@@ -209,6 +216,33 @@ def _gloo_threads() -> dict[str, _Thread]:
     return found
 
 
+_HOOKS = "_keepstep_hooks"
+
+
+def _hide_hooks() -> list[weakref.ref[Any]]:
+    """Keep hooks that step an optimizer inside backward where the garbage collector finds them; returns their tensors.
+
+    Torch keeps what ``register_post_accumulate_grad_hook`` is given where it does not look: a parameter, its hook, and
+    the optimizer that the hook steps would hold each other, and the GPU's memory, for ever.
+    """
+    hooked: list[weakref.ref[Any]] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in _objects():
+            if issubclass(type(one), torch.Tensor) and (hooks := one._post_accumulate_grad_hooks):
+                one.__dict__[_HOOKS] = dict(hooks)
+                hooks.clear()
+                hooked.append(weakref.ref(one))
+    return hooked
+
+
+def _give_back_hooks(hooked: Sequence[weakref.ref[Any]]) -> None:
+    """Undo `_hide_hooks` for tensors that something outside the training holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for reference in hooked:
+            if (one := reference()) is not None:
+                one._post_accumulate_grad_hooks.update(one.__dict__.pop(_HOOKS))
+
+
 def _empty_caches() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_CACHED):
@@ -221,11 +255,28 @@ def _empty_caches() -> None:
     tensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     dispatcher: Any = getattr(tensor, "_op_dispatcher", None)
     if dispatcher is not None:
-        known = dispatcher.sharding_propagator.propagate_op_sharding
-        (known if hasattr(known, "cache_clear") else known.cache).cache_clear()  # torch < 2.9 has the latter
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
+
+        def empty(*_: Any) -> None:
+            known = dispatcher.sharding_propagator.propagate_op_sharding
+            (
+                known if hasattr(known, "cache_clear") else known.cache
+            ).cache_clear()  # torch < 2.9 has the latter
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
+
+        empty()
+        _in_backward_thread(empty)  # each thread has its own
         planning = sys.modules.get("torch.distributed.tensor._redistribute")
         getattr(planning, "clear_redistribute_planner_cache", _nothing)()
+
+
+def _in_backward_thread(call: Callable[[Any], None]) -> None:
+    """Call it in the thread in which torch runs the backward of this GPU; nothing is computed there."""
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError), torch.inference_mode(mode=False), torch.enable_grad():
+            whole = torch.empty(1, device="cuda", requires_grad=True)
+            part = whole.view(1)
+            part.register_hook(call)
+            torch.autograd.grad(part, whole, torch.empty_like(part))
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from keepstep.core.microbatch_shares import objection
 from keepstep.session import groups
 from keepstep.session.shares import Shares
 from keepstep.session.staying import Left, Staying, staying
+from keepstep.worker import milestones as _milestones
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,6 +92,9 @@ class Session:
                 yield step
                 if self._staying and self._staying.is_over:  # the state of a broken step must not be saved
                     raise Left
+                if probe := capture.current():
+                    probe.end_step()
+                _milestones.reached("step")
                 checkpoint.save(self.state, step + 1)
             checkpoint.wait()
             if self._shares is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
 from torch.distributed import HashStore
 
@@ -112,6 +113,15 @@ def test_a_rank_that_never_saves_or_saves_other_steps_is_named() -> None:
         ranks[0].objection(missed=False).startswith("save number 1 is step 1 on rank 0 and step 2 on rank 2")
     )
     assert [rank.claim("unmatched") for rank in ranks] == [True, False, False]
+
+
+def test_a_store_that_answers_no_more_tells_of_no_rank_that_it_never_saved() -> None:
+    store = HashStore()
+    gone = Mock(wraps=store, check=Mock(side_effect=RuntimeError("Broken pipe")))
+    ranks = [Matches(lambda one=one: one, rank, 2, 0) for rank, one in enumerate((gone, store))]
+    for rank in ranks:
+        rank.begins(1, 1)
+    assert not ranks[0].objection(missed=True)
 
 
 def test_another_store_is_told_what_this_rank_has() -> None:

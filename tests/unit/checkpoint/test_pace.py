@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import Mock
+
+import pytest
+import torch
 
 from keepstep.checkpoint.pace import LEAST_S, PATIENCE_S, Pace
 
@@ -22,6 +26,18 @@ def test_others_are_waited_for_as_long_as_a_step_takes() -> None:
     assert pace([3, 5], 1e-3).patience_s() == LEAST_S
     assert pace([3, 5], 1e3).patience_s() == PATIENCE_S
     assert pace([3, 5], 1e3).patience_s(known_late=True) == 1e3
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_on_a_gpu_others_are_known_to_have_met_once_it_has_done_what_was_begun(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    event = Mock(query=Mock(return_value=over))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    found = pace([3, 5])
+    assert event.record.call_count == 2
+    assert (found.collectives, found.in_step) == (5, over)
 
 
 def test_collectives_tell_saves_apart_only_where_all_ranks_have_met_between_them() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.budgets import LEFT_EARLY, Cause, Limits, as_text, comes_first, limits_of, pause_s, refusal
-from keepstep.core.errors import UsageError
+from keepstep.core.errors import REBUILD, UsageError
 
 BOOM = "ValueError: boom at 0x7f00"
 
@@ -200,6 +200,17 @@ def test_what_every_restart_meets_again_has_none(kind: str) -> None:
     assert refused is not None
     assert "every restart would meet it again" in refused.reason
     assert refusal(Limits(same=0), [vain]) is None
+
+
+def test_a_state_that_is_not_the_snapshots_is_met_again_by_every_restart() -> None:
+    misfit = cause(
+        step=0, error=f"CheckpointError: w: not in the snapshot; {REBUILD}, or start a new `keepstep run`"
+    )
+    for causes in ([misfit], [cause(), misfit]):
+        refused = refusal(Limits(), causes)
+        assert refused is not None
+        assert refused.reason.startswith("rank 3 on node gpu-1 cannot restore its state, nor could it after")
+    assert refusal(Limits(same=0), [misfit]) is None
 
 
 def test_an_import_that_worked_before_may_work_again() -> None:

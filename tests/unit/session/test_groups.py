@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,6 +42,30 @@ def test_nothing_is_left_of_what_only_the_training_held() -> None:
     train([])
     assert groups.let_go() == []
     assert groups.made() == []
+
+
+def stepped_in_backward() -> torch.nn.Linear:
+    """A model whose optimizers step inside backward, which only the collector could find."""
+    model = torch.nn.Linear(4, 1)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def test_optimizers_that_step_inside_backward_are_let_go_of_with_their_parameters() -> None:
+    gone = weakref.ref(stepped_in_backward().weight)
+    groups.let_go()
+    assert gone() is None
+
+
+def test_a_model_that_outlives_the_training_steps_inside_backward_as_before() -> None:
+    model = stepped_in_backward()
+    groups.let_go()
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight, before - 2.0 - 2.0)  # the gradients of both backward passes
 
 
 def test_a_mesh_that_outlives_the_training_is_found() -> None:

@@ -127,10 +127,8 @@ class Filling:
     def _dict(self, pairs: list[tuple[Any, Any]], target: dict[Any, Any], path: str) -> dict[Any, Any]:
         missing = target.keys() - {key for key, _ in pairs}
         if missing:
-            raise CheckpointError(
-                f"{join(path, str(min(missing, key=str)))}: not in the snapshot, nor {len(missing) - 1} more; "
-                "restore into a state of the structure that was saved"
-            )
+            more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"{join(path, str(min(missing, key=str)))}: not in the snapshot{more}")
         made = {key: self._value(node, target.get(key), join(path, str(key))) for key, node in pairs}
         self._after.append(lambda: target.update(made))
         return target

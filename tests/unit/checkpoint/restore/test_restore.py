@@ -152,10 +152,8 @@ def test_modules_with_more_than_tensors_load_it_themselves() -> None:
     [
         ({"w": torch.zeros(3)}, r"w: the snapshot has float32 of \(2,\), the state torch.float32 of \(3,\)"),
         ({"w": torch.zeros(2).double()}, r"w: the snapshot has float32 .*torch.float64"),
-        (
-            {"w": torch.zeros(2), "v": 1, "u": 2},
-            "u: not in the snapshot, nor 1 more; restore into a state of the",
-        ),
+        ({"w": torch.zeros(2), "u": 2}, "u: not in the snapshot$"),
+        ({"w": torch.zeros(2), "v": 1, "u": 2}, "u: not in the snapshot, nor are 1 more$"),
         ([torch.zeros(2)], "give load.. a dict"),
     ],
 )
