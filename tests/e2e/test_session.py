@@ -123,6 +123,6 @@ def test_a_state_that_is_not_the_one_saved_has_no_second_restart(tmp_path: Path)
     assert "restart 1 of 9" in done.stderr
     assert "restart 2 of 9" not in done.stderr
     assert done.stderr.count("nothing is restored: more: not in the snapshot; build the state as it was") == 1
-    assert "cannot restore its state, nor could it after a restart (CheckpointError: more:" in done.stderr
+    assert "cannot go on from what was saved, which does not fit it" in done.stderr
     crashes = [json.loads(one.read_bytes()) for one in sorted((folder / "incidents").glob("*.json"))]
-    assert "more: not in the snapshot" in crashes[-1]["summary"], crashes[-1]
+    assert "MisfitError: what was saved does not fit this job" in crashes[-1]["summary"], crashes[-1]

@@ -37,11 +37,11 @@ from keepstep.agent.sensors.gpus import Gpus
 from keepstep.agent.sensors.host import HostSensors
 from keepstep.agent.sensors.network import NetworkSensors
 from keepstep.agent.sensors.ports import PortSensor
-from keepstep.agent.sensors.processes import GONE, STOPPED, ProcessId, alive, identify
+from keepstep.agent.sensors.processes import GONE, ProcessId, alive, identify
 from keepstep.agent.sensors.ras import RasSensor
 from keepstep.agent.services.orders import Holding, Microbatches, RankPages
 from keepstep.core.errors import RingError
-from keepstep.core.summary import ClockSample, GroupInfo, HostCause, IterationSummary, RankState
+from keepstep.core.summary import STOPPED, ClockSample, GroupInfo, HostCause, IterationSummary, RankState
 from keepstep.ring import RingHeader
 from keepstep.wire.messages import (
     Found,

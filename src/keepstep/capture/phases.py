@@ -32,6 +32,7 @@ from keepstep.capture.native import Buckets, Oldest
 from keepstep.capture.patches import Patches
 from keepstep.capture.recorder import NO_GROUP, PHASE, Operation, Recorder, harmless
 from keepstep.core.events import WORLD_PEER, Phase
+from keepstep.worker import milestones
 
 # Enum members as plain integers, because looking one up costs more than writing a record.
 _BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
@@ -170,8 +171,10 @@ class Phases:
 
     def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self.recorder
-        self._optimized = True
         try:
+            if not self._optimized and milestones.is_made_up():
+                return
+            self._optimized = True
             if recorder.start is None and not recorder.claim():
                 return
             if self._backward is not None:

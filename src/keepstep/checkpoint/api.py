@@ -14,10 +14,10 @@ import torch
 from keepstep import capture
 from keepstep.capture import death
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
-from keepstep.checkpoint.restore.resume import SaidByAnother, refuse
+from keepstep.checkpoint.restore.resume import refuse
 from keepstep.checkpoint.snapshot import Snapshots, Worker, talk
 from keepstep.checkpoint.storage.cadence import Storing
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, MisfitError
 from keepstep.worker import milestones as _milestones
 
 _open: list[Snapshots] = []  # empty until the first use, then the one object of this process
@@ -65,8 +65,8 @@ def load(state: dict[Any, Any]) -> int | None:
     try:
         step = snapshots.load(state) if snapshots else None
     except CheckpointError as error:
-        if not isinstance(error, SaidByAnother):
-            death.foresee(error)
+        if isinstance(error, MisfitError):  # what does not fit was said
+            death.foresee(MisfitError("what was saved does not fit this job"))
         raise _Refused(str(error)) from None
     finally:
         _left.clear()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from keepstep.core.errors import REBUILD, UsageError
+from keepstep.core.errors import MisfitError, UsageError
 from keepstep.core.lost_connection import tells_of_another
 
 WINDOW_S = 3600.0
@@ -133,10 +133,10 @@ def refusal(limits: Limits, causes: Sequence[Cause]) -> Refusal | None:
             f"rank {last.rank} on node {last.node} has failed with {vain} ({_quoted(last)}): "
             f"every restart would meet it again; mend that, or allow restarts with {FLAG} same=0"
         )
-    if limits.same and REBUILD in last.error:
+    if limits.same and last.error.startswith(f"{MisfitError.__name__}: "):
         return Refusal(
-            f"rank {last.rank} on node {last.node} cannot restore its state, nor could it after a restart "
-            f"({_quoted(last)}): mend that, or allow restarts with {FLAG} same=0"
+            f"rank {last.rank} on node {last.node} cannot go on from what was saved, which does not fit it, nor would "
+            f"it after a restart: mend that, or allow restarts with {FLAG} same=0"
         )
     if limits.same and sum(_same(cause, last) for cause in causes) >= limits.same:
         error = _quoted(last)

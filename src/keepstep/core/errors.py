@@ -52,5 +52,5 @@ class CheckpointError(KeepstepError):
     """A state cannot be saved as asked, or a snapshot is damaged, foreign or not the one wanted."""
 
 
-REBUILD = "build the state as it was saved"
-"""In the message of a `CheckpointError`: the script's state is not that of the snapshot, in any restart."""
+class MisfitError(CheckpointError):
+    """What was saved does not fit the script or the job, and would not after any restart."""

@@ -17,6 +17,9 @@ COMMUNICATORS = "nccl-"
 SMALL_BYTES = 1024
 """The result of a collective of at most so many bytes is often one that the host waits for: a norm, a loss, a flag."""
 
+STOPPED = ("T", "t")
+"""States of Linux processes: stopped by a signal, stopped by a debugger."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:

@@ -9,14 +9,13 @@ from keepstep.core.events import Op, phase_place, phase_title
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis, IncidentKind
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import OpInFlight, RankState
+from keepstep.core.summary import STOPPED, OpInFlight, RankState
 from keepstep.locate._device_calls import DeviceGroups, device_groups
 from keepstep.locate._paths import Pair, Paths, pairs_among
 from keepstep.locate._waiting import Pending, pending_operations
 
 MAX_CULPRITS = 64  # ranks that are named in one diagnosis
 FEW = 4  # suspects; more than this are unlikely all at fault
-STOPPED = ("T", "t")  # states of Linux processes: stopped by a signal, stopped by a debugger
 UNKNOWN_PROCESS = "?"  # process state of a rank that is known only from a trace
 _LONGEST_CHAIN = 256  # pipeline stages that are followed at most
 

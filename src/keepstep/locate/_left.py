@@ -17,11 +17,13 @@ from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
 from keepstep.core.summary import OpInFlight, RankState
 from keepstep.locate._calls import ranks_of
+from keepstep.locate._device_calls import device_groups
 from keepstep.locate._hang_graph import FEW, MAX_CULPRITS, is_of
 from keepstep.locate._waiting import Pending, pending_operations
 
 LEFT = "left with exit code 0"
 ONE_MORE = "made one operation more than the others"
+_SURE: tuple[Confidence, ...] = ("low", "medium", "high")
 
 
 def left_well(evidence: Evidence) -> dict[int, Finding]:
@@ -38,18 +40,28 @@ def diagnose_left(
     states = [_as_idle(state) if state.rank in left else state for state in evidence.states]
     told = {state.rank for state in states}
     states += [_unseen(finding) for rank, finding in sorted(left.items()) if rank not in told]
-    pending = pending_operations([state for state in states if state.alive], evidence.groups)
+    # What a device has not finished is told by the recorders of the living; one that has left has none.
+    device = device_groups(evidence.states, evidence.groups)
+    ended = [_as_idle(state) if state.rank in left else state for state in device.states]
+    ended += [state for state in states if state.rank not in told]
+    pending = pending_operations([state for state in ended if state.alive], evidence.groups)
     # An operation that its ranks do not wait for, such as a send on its way, holds nobody up.
     held = [p for p in pending if p.firm and not p.one_sided and not left.keys().isdisjoint(p.absent)]
     if not held:
         found = locate(replace(evidence, states=states, findings=()))
         return replace(found, culprits=tuple(one for one in found.culprits if one.rank not in left))
-    by_rank = {state.rank: state for state in states}
+    by_rank = {state.rank: state for state in ended}
     one_more = next((p for p in held if _is_one_more(p, left, by_rank)), None)
     if one_more is not None:
         return _diagnose_one_more(evidence, one_more, left, by_rank)
     waiting = {rank for p in pending for rank in p.waiting}
-    return _diagnose_early(evidence, held, waiting, left, by_rank)
+    found = _diagnose_early(evidence, held, waiting, left, by_rank)
+    if any(p.group in device.names for p in held):  # how many of these it had called is not known
+        culprits = tuple(
+            replace(one, confidence=min(one.confidence, "medium", key=_SURE.index)) for one in found.culprits
+        )
+        found = replace(found, culprits=culprits)
+    return found
 
 
 def flight_of(state: RankState, p: Pending) -> OpInFlight | None:

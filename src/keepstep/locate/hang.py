@@ -16,12 +16,12 @@ from keepstep.core.events import STEP_PHASES, Op, Phase, phase_place, phase_titl
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEFT_LOOP, Confidence, Culprit, Diagnosis
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.summary import STOPPED
 from keepstep.locate._calls import ranks_of
 from keepstep.locate._hang_desync import diagnose_alone, diagnose_circle, ranks_in_a_circle
 from keepstep.locate._hang_graph import (
     FEW,
     MAX_CULPRITS,
-    STOPPED,
     UNKNOWN_PROCESS,
     HangEvidence,
     Roots,

@@ -18,6 +18,7 @@ from typing import Any
 PIPE = "KEEPSTEP_MILESTONES"  # path of a pipe that the launcher reads
 # Path of the file to list imported modules in; unset if the launcher has the list.
 IMPORTS = "KEEPSTEP_IMPORTS"
+_MOST_FRAMES = 16  # from an optimizer's hook to who steps it
 
 _reached: set[str] = set()
 _preset: dict[str, str] = {}  # environment variables that the script set before it imported torch
@@ -32,13 +33,27 @@ def install() -> None:
         _preset.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
     def stepped(*_: Any) -> None:
-        if "step" not in _reached:
+        if "step" not in _reached and not is_made_up():
             reached("step")
 
     register_optimizer_step_post_hook(stepped)
     process = os.getpid()
     # The end takes long, and connections are closed early in it: others may fail by that before the process has gone.
     atexit.register(lambda: os.getpid() == process and reached("leaves"))
+
+
+def is_made_up() -> bool:
+    """Whether the optimizer step in progress is no step of the training, to be asked by the optimizer's hooks.
+
+    Torch has an optimizer without a state step, with gradients of zero, when its state is to be saved or loaded
+    (``get_optimizer_state_dict``).
+    """
+    frame, depth = sys._getframe(1), 0
+    while frame is not None and depth < _MOST_FRAMES:
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame, depth = frame.f_back, depth + 1
+    return False
 
 
 def renew() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.core.budgets import LEFT_EARLY, Cause, Limits, as_text, comes_first, limits_of, pause_s, refusal
-from keepstep.core.errors import REBUILD, UsageError
+from keepstep.core.errors import UsageError
 
 BOOM = "ValueError: boom at 0x7f00"
 
@@ -202,14 +202,12 @@ def test_what_every_restart_meets_again_has_none(kind: str) -> None:
     assert refusal(Limits(same=0), [vain]) is None
 
 
-def test_a_state_that_is_not_the_snapshots_is_met_again_by_every_restart() -> None:
-    misfit = cause(
-        step=0, error=f"CheckpointError: w: not in the snapshot; {REBUILD}, or start a new `keepstep run`"
-    )
+def test_a_state_that_does_not_fit_is_met_again_by_every_restart() -> None:
+    misfit = cause(step=0, error="MisfitError: what was saved does not fit this job")
     for causes in ([misfit], [cause(), misfit]):
         refused = refusal(Limits(), causes)
         assert refused is not None
-        assert refused.reason.startswith("rank 3 on node gpu-1 cannot restore its state, nor could it after")
+        assert refused.reason.startswith("rank 3 on node gpu-1 cannot go on from what was saved")
     assert refusal(Limits(same=0), [misfit]) is None
 
 

@@ -11,7 +11,7 @@ from keepstep.core.events import Op, Phase
 from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Diagnosis
-from keepstep.core.summary import GroupInfo, OpInFlight, RankState, StreamProgress
+from keepstep.core.summary import DeviceCalls, GroupInfo, OpInFlight, RankState, StreamProgress
 from keepstep.locate import locate_crash, locate_hang
 
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:41234"
@@ -189,3 +189,14 @@ def test_whoever_it_is(seed: int) -> None:
         found = locate_hang(given(states, *map(left, early_ranks)))
     assert {c.rank for c in found.culprits} == wanted
     assert not wanted & set(found.victims)
+
+
+@pytest.mark.parametrize("made", [43, 47])
+def test_of_calls_on_a_device_one_that_left_has_ended_none_whatever_it_had_called(made: int) -> None:
+    flights = tuple(OpInFlight("0", int(Op.ALLREDUCE), -1, seq, 100.0) for seq in range(44, 48))
+    told = DeviceCalls(flights, (StreamProgress("0", int(Op.ALLREDUCE), -1, 47, 43),))
+    called = replace(gone(0, 47), alive=True, process_state="S", device=told)
+    evidence = given([called, gone(1, made)], left(1))
+    found = locate_hang(replace(evidence, groups={"0": GroupInfo("0", (0, 1), backend="nccl")}))
+    (culprit,) = found.culprits
+    assert (culprit.rank, culprit.cause, culprit.confidence) == (1, "left with exit code 0", "medium")

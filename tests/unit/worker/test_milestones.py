@@ -9,6 +9,9 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from keepstep.worker import group_setup as _group_setup
 from keepstep.worker import milestones as _milestones
@@ -42,6 +45,19 @@ def test_modules_of_the_script_are_its_own(tmp_path: Path, monkeypatch: pytest.M
         "made_up": types.ModuleType("made_up"),
     }
     assert _milestones.installed_modules(modules) == ["installed", "in_a_venv_here", "on_the_path"]
+
+
+def test_a_step_that_torch_makes_to_have_an_optimizers_state_is_none_of_the_training() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    made_up: list[bool] = []
+    hook = register_optimizer_step_post_hook(lambda *_: made_up.append(_milestones.is_made_up()))
+    try:
+        get_optimizer_state_dict(model, optimizer)
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert made_up == [True, False]
 
 
 def test_a_milestone_is_told_once_and_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

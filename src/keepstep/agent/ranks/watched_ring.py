@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from keepstep.agent.ranks.host_ring import HostRing
 from keepstep.agent.ranks.track import RankTrack
 from keepstep.agent.sensors.activity import Suspect
-from keepstep.agent.sensors.processes import STOPPED, ProcessId, state_of
+from keepstep.agent.sensors.processes import ProcessId, state_of
 from keepstep.agent.sensors.unseen_nccl import NcclRecords
-from keepstep.core.summary import GroupInfo
+from keepstep.core.summary import STOPPED, GroupInfo
 from keepstep.ring import RingHeader
 
 _SUSPECT_NS = 2_000_000_000  # time without progress after which a process is suspected

@@ -12,7 +12,6 @@ from pathlib import Path
 
 PROC = Path("/proc")
 GONE = ("", "Z", "X")  # states of a process that does not run any more
-STOPPED = ("T", "t")
 _KILLING_S = 2.0
 _STAT_BYTES = 4096  # more than ``/proc/PID/stat`` has
 

@@ -13,7 +13,7 @@ from keepstep.checkpoint.memory.slots import Key
 from keepstep.checkpoint.restore.filling import Filling
 from keepstep.checkpoint.restore.restore_service import RestoreClient
 from keepstep.checkpoint.restore.resume import Copied, Elsewhere
-from keepstep.core.errors import REBUILD, CheckpointError
+from keepstep.core.errors import CheckpointError, MisfitError
 
 OWN_CACHE = "this node's cache"
 
@@ -107,8 +107,9 @@ class Restoring:
             self._filling = Filling(self.state, offer.header, slot.memory, self.threads, self.left)
             self._filling.copy()
         except CheckpointError as error:
-            self.error = CheckpointError(
-                f"{error}; {REBUILD}, or start a new `keepstep run`, with another --checkpoint-dir or none"
+            self.error = MisfitError(
+                f"{error}; build the state as it was saved, or start a new `keepstep run`, with another "
+                "--checkpoint-dir or none"
             )
             return Copied.IMPOSSIBLE
         finally:

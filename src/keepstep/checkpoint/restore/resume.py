@@ -14,7 +14,7 @@ from typing import Protocol
 from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key, agree, unspoilt
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import CheckpointError, MisfitError
 from keepstep.core.ranges import fold_ranks
 
 WIDTH = 4 + 3 * SLOTS_PER_RANK
@@ -312,9 +312,9 @@ class _Talk:
             lines[_MOST_TOLD - 1 :] = [f"and {len(lines) - _MOST_TOLD + 1} more like that"]
         return f" ({'; '.join(lines)})" if lines else ""
 
-    def _error(self, what: str) -> CheckpointError:
+    def _error(self, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
         why = self.why()
-        return CheckpointError(what + why) if why else SaidByAnother(what + _ANOTHER)
+        return kind(what + why) if why else SaidByAnother(what + _ANOTHER)
 
     def check_reached(self) -> None:
         if self.unreached:
@@ -326,9 +326,11 @@ class _Talk:
             raise CheckpointError(
                 f"{half}no snapshot is left{self.why()}: start from the beginning with a fresh process"
             )
-        if lost or self.refused:
+        if lost:
             raise self._error("there are states, but none that can be had")
         self.check_reached()
+        if self.refused:
+            raise self._error("there are states, but none that can be had", MisfitError)
 
 
 _NEVER_WHOLE = "no snapshot was whole on all ranks yet: the training begins anew"

@@ -15,7 +15,7 @@ from keepstep.control.incidents.register import Saying
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Event, Incident
 from keepstep.core.ranges import fold_nodes
-from keepstep.core.summary import PathProbe, PeerTraffic, RankState
+from keepstep.core.summary import STOPPED, PathProbe, PeerTraffic, RankState
 from keepstep.wire.messages import States
 
 logger = logging.getLogger("keepstep.control")
@@ -341,7 +341,10 @@ class HangCase(Case):
             if (by_counts := desk.locators.launched(evidence)) is not None:
                 return by_counts
             diagnosis = desk.locators.hang(evidence)
-            known: set[int | None] = {state.rank for state in states if not state.alive}
+            # Who is dead or stopped waits for nobody.
+            known: set[int | None] = {
+                state.rank for state in states if not state.alive or state.process_state in STOPPED
+            }
             if desk.locators.waits_seen(evidence):
                 hidden = desk.locators.hidden_waits(evidence) if diagnosis.kind == "hang" else ()
                 known.update(one.rank for one in diagnosis.culprits if one.rank not in hidden)
