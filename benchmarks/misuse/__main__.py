@@ -44,7 +44,7 @@ _USUAL = re.compile(
 @cache
 def undisturbed(seed: int, ranks: int, width: int, dtype: str) -> dict[int, dict[int, set[str]]]:
     """The losses by rank of a training that saves nothing."""
-    with tempfile.TemporaryDirectory(prefix="keepstep-misuse-") as name:
+    with tempfile.TemporaryDirectory(prefix="keepstep-misuse-", ignore_cleanup_errors=True) as name:
         job = plain("no-watch", Path(name), seed, ranks)
         orders = replace(
             job.orders, steps=STEPS + 3, step_s=0.0, savers=(), width=width, dtype=dtype, way="save"
@@ -115,7 +115,7 @@ def trial(name: str, way: str, seed: int) -> dict[str, Any]:
     """Runs and judges one trial."""
     kind = KINDS[name]
     chances = random.Random(f"{name}/{way}/{seed}")
-    with tempfile.TemporaryDirectory(prefix="keepstep-misuse-") as text:
+    with tempfile.TemporaryDirectory(prefix="keepstep-misuse-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         job = plain(way, folder, seed, 2 if way == "nodes" else chances.choice((2, 3)))
         try:

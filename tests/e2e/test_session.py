@@ -125,4 +125,6 @@ def test_a_state_that_is_not_the_one_saved_has_no_second_restart(tmp_path: Path)
     assert done.stderr.count("nothing is restored: more: not in the snapshot; build the state as it was") == 1
     assert "cannot go on from what was saved, which does not fit it" in done.stderr
     crashes = [json.loads(one.read_bytes()) for one in sorted((folder / "incidents").glob("*.json"))]
-    assert "MisfitError: what was saved does not fit this job" in crashes[-1]["summary"], crashes[-1]
+    assert "MisfitError: the state or the number of ranks is not that of before" in crashes[-1]["summary"], (
+        crashes[-1]
+    )

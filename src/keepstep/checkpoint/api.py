@@ -66,7 +66,7 @@ def load(state: dict[Any, Any]) -> int | None:
         step = snapshots.load(state) if snapshots else None
     except CheckpointError as error:
         if isinstance(error, MisfitError):  # what does not fit was said
-            death.foresee(MisfitError("what was saved does not fit this job"))
+            death.foresee(MisfitError("the state or the number of ranks is not that of before"))
         raise _Refused(str(error)) from None
     finally:
         _left.clear()

@@ -203,7 +203,7 @@ def test_what_every_restart_meets_again_has_none(kind: str) -> None:
 
 
 def test_a_state_that_does_not_fit_is_met_again_by_every_restart() -> None:
-    misfit = cause(step=0, error="MisfitError: what was saved does not fit this job")
+    misfit = cause(step=0, error="MisfitError: the state or the number of ranks is not that of before")
     for causes in ([misfit], [cause(), misfit]):
         refused = refusal(Limits(), causes)
         assert refused is not None
