@@ -48,7 +48,7 @@ def is_made_up() -> bool:
     Torch has an optimizer without a state step, with gradients of zero, when its state is to be saved or loaded
     (``get_optimizer_state_dict``).
     """
-    frame, depth = sys._getframe(1), 0
+    frame, depth = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
     while frame is not None and depth < _MOST_FRAMES:
         if frame.f_code.co_name == "_init_optim_state":
             return True
