@@ -226,9 +226,13 @@ def _hide_hooks() -> list[weakref.ref[Any]]:
     the optimizer that the hook steps would hold each other, and the GPU's memory, for ever.
     """
     hooked: list[weakref.ref[Any]] = []
+    are_tensors: dict[type, bool] = {}  # there may be a million objects, of few types
     with torch._C.DisableTorchFunctionSubclass():
         for one in _objects():
-            if issubclass(type(one), torch.Tensor) and (hooks := one._post_accumulate_grad_hooks):
+            kind = type(one)
+            if kind not in are_tensors:
+                are_tensors[kind] = issubclass(kind, torch.Tensor)
+            if are_tensors[kind] and (hooks := one._post_accumulate_grad_hooks):
                 one.__dict__[_HOOKS] = dict(hooks)
                 hooks.clear()
                 hooked.append(weakref.ref(one))
