@@ -34,9 +34,8 @@ def write_error_file(path: str, error: BaseException) -> None:
         json.dump({"message": message}, file)
 
 
-_foreseen: list[
-    str
-] = []  # error files that were written before it was sure that the process ends by the error
+# Error files that were written before it was sure that the process ends by the error.
+_foreseen: list[str] = []
 
 
 def foresee(error: BaseException) -> None:

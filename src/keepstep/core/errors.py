@@ -54,3 +54,7 @@ class CheckpointError(KeepstepError):
 
 class MisfitError(CheckpointError):
     """What was saved does not fit the script or the job, and would not after any restart."""
+
+
+OTHER_RANKS = "ranks, this job has"
+"""In the line that refuses a saved step because it is of another number of ranks. Others may be read later on."""

@@ -226,10 +226,11 @@ def _hide_hooks() -> list[weakref.ref[Any]]:
     the optimizer that the hook steps would hold each other, and the GPU's memory, for ever.
     """
     hooked: list[weakref.ref[Any]] = []
-    are_tensors: dict[type, bool] = {}  # there may be a million objects, of few types
+    # Each type is looked at once: there may be a million objects, of few types.
+    are_tensors: dict[type, bool] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for one in _objects():
-            kind = type(one)
+            kind: type = type(one)
             if kind not in are_tensors:
                 are_tensors[kind] = issubclass(kind, torch.Tensor)
             if are_tensors[kind] and (hooks := one._post_accumulate_grad_hooks):
@@ -262,9 +263,8 @@ def _empty_caches() -> None:
 
         def empty(*_: Any) -> None:
             known = dispatcher.sharding_propagator.propagate_op_sharding
-            (
-                known if hasattr(known, "cache_clear") else known.cache
-            ).cache_clear()  # torch < 2.9 has the latter
+            cache = known if hasattr(known, "cache_clear") else known.cache  # torch < 2.9 has the latter
+            cache.cache_clear()
             getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", _nothing)()
 
         empty()

@@ -14,7 +14,7 @@ from typing import Protocol
 from keepstep.checkpoint.matching import same_moment
 from keepstep.checkpoint.memory.slot import SLOTS_PER_RANK
 from keepstep.checkpoint.memory.slots import Key, agree, unspoilt
-from keepstep.core.errors import CheckpointError, MisfitError
+from keepstep.core.errors import OTHER_RANKS, CheckpointError, MisfitError
 from keepstep.core.ranges import fold_ranks
 
 WIDTH = 4 + 3 * SLOTS_PER_RANK
@@ -330,7 +330,9 @@ class _Talk:
             raise self._error("there are states, but none that can be had")
         self.check_reached()
         if self.refused:
-            raise self._error("there are states, but none that can be had", MisfitError)
+            fits_never = all(OTHER_RANKS in line for line in self.outside.refused)
+            kind = MisfitError if fits_never else CheckpointError
+            raise self._error("there are states, but none that can be had", kind)
 
 
 _NEVER_WHOLE = "no snapshot was whole on all ranks yet: the training begins anew"

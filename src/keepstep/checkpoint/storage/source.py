@@ -32,7 +32,7 @@ from keepstep.checkpoint.storage.read import (
     why,
 )
 from keepstep.checkpoint.storage.rereading import PatientStorage, look_until_sure, read_again
-from keepstep.core.errors import CheckpointError
+from keepstep.core.errors import OTHER_RANKS, CheckpointError
 
 MOST_OFFERED = 16
 _LISTED_S = 2.0  # age of a listing that is still used: the ranks of a node ask at the same moment
@@ -128,7 +128,7 @@ class StorageSource:
         if step.manifest.world_size == self._world_size:
             return ""
         return (
-            f"{folder_name(step.key)} is of {step.manifest.world_size} ranks, this job has {self._world_size}: "
+            f"{folder_name(step.key)} is of {step.manifest.world_size} {OTHER_RANKS} {self._world_size}: "
             f"`keepstep checkpoint export {self._storage.where} --dcp FOLDER --step {step.key.step}` and "
             "torch.distributed.checkpoint.load reshard it; or use that many ranks, or another --checkpoint-dir"
         )
