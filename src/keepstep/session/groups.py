@@ -227,10 +227,10 @@ def _hide_hooks() -> list[weakref.ref[Any]]:
     """
     hooked: list[weakref.ref[Any]] = []
     # Each type is looked at once: there may be a million objects, of few types.
-    are_tensors: dict[type, bool] = {}
+    are_tensors: dict[type[Any], bool] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for one in _objects():
-            kind: type = type(one)
+            kind = cast("type[Any]", type(one))
             if kind not in are_tensors:
                 are_tensors[kind] = issubclass(kind, torch.Tensor)
             if are_tensors[kind] and (hooks := one._post_accumulate_grad_hooks):
