@@ -92,6 +92,11 @@ class Job:
         except OSError:
             return {}
 
+    def crashes(self) -> list[dict[str, Any]]:
+        """The crashes in the run folder; a machine that is slow for a while has other incidents too."""
+        found = [json.loads(one.read_bytes()) for one in (self.run / "incidents").glob("[0-9]*.json")]
+        return [one for one in found if one["kind"] == "crash"]
+
     def notices(self) -> list[str]:
         return [text for node in self.status().get("nodes", ()) for text in node["notices"]]
 
@@ -152,11 +157,11 @@ def test_a_full_disk_is_told_once_and_files_follow_when_there_is_room(job: Job, 
             pass
     job.kill_agent()
     (job.folder / "die").touch()  # its incident cannot be written, the job begins again
-    job.until(lambda: len(job.agents()) == 1 and not (job.run / "incidents/0001.json").exists())
+    job.until(lambda: len(job.agents()) == 1 and not job.crashes())
     time.sleep(3)
     before = len(job.steps())
     fill.unlink()
-    job.until(lambda: (job.run / "incidents/0001.json").exists())
+    job.until(job.crashes)
     job.until(lambda: job.status().get("state") == "running" and len(job.steps()) > before + 5)
     code, err = job.finish()
     assert code == 0, err
@@ -165,8 +170,6 @@ def test_a_full_disk_is_told_once_and_files_follow_when_there_is_room(job: Job, 
         line for line in err.splitlines() if not line.startswith("[rank")
     ]  # one may die of the other's death
     assert not [line for line in ours if "Traceback" in line or "Logging error" in line], err
-    kinds = [json.loads(one.read_text())["kind"] for one in (job.run / "incidents").glob("*.json")]
-    assert "crash" in kinds
     assert sorted(one.name for one in (job.run / "rings").iterdir()) == ["rank-00000.ring", "rank-00001.ring"]
 
 

@@ -144,7 +144,7 @@ class RestoreService:
         for source in self._sources:
             try:
                 if isinstance(source, StorageSource):
-                    keys, lines, newest = source.look()
+                    keys, lines, newest = source.look(request.rank)
                     refused.extend(f"{source.where}: {line}" for line in lines)
                     incarnation = max(incarnation, newest)
                 else:

@@ -35,7 +35,7 @@ from keepstep.checkpoint.storage.rereading import PatientStorage, look_until_sur
 from keepstep.core.errors import OTHER_RANKS, CheckpointError
 
 MOST_OFFERED = 16
-_LISTED_S = 2.0  # age of a listing that is still used: the ranks of a node ask at the same moment
+_LISTED_S = 2.0  # age of a listing that serves other ranks of the node too: they ask at the same moment
 _PATIENCE_S = 120.0  # how long a storage may fail: an NFS server that restarts takes minutes
 _LISTING_S = 30.0  # how long a listing that fails is tried again
 _FINAL = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # errors that another try does not mend
@@ -54,27 +54,32 @@ class StorageSource:
         self.where, self._patience_s = f"storage {storage.where}", patience_s
         self._guard = threading.Lock()
         self._listed_s = -_LISTED_S
+        self._served: set[int] = (
+            set()
+        )  # ranks that got the listing; one that asks again may wait for newer steps
         self._seen: _Seen | CheckpointError = CheckpointError("")
         self._common: dict[Key, _Common] = {}
 
     def keys(self, rank: int) -> frozenset[Key]:
         """The steps offered to any rank. Raises CheckpointError when the storage cannot be listed."""
-        return self.look()[0]
+        return self.look(rank)[0]
 
-    def look(self) -> _Seen:
+    def look(self, rank: int) -> _Seen:
         """The offered steps, a line for each newer step that is refused, and the highest incarnation seen (-1: none).
 
         Steps that were not written to the end are passed over without a word: nobody was promised them.
         Raises CheckpointError when the storage cannot be listed.
         """
         with self._guard:
-            if time.monotonic() - self._listed_s >= _LISTED_S:
+            if rank in self._served or time.monotonic() - self._listed_s >= _LISTED_S:
+                self._served.clear()
                 try:
                     until_s = time.monotonic() + min(self._patience_s, _LISTING_S)
                     self._seen = read_again(self._list, until_s)
                 except CheckpointError as error:
                     self._seen = error
                 self._listed_s = time.monotonic()
+            self._served.add(rank)
             if isinstance(self._seen, CheckpointError):
                 raise CheckpointError(str(self._seen))
             return self._seen

@@ -147,7 +147,7 @@ def test_what_is_not_whole_or_of_another_size_is_not_offered(tmp_path: Path) -> 
     store(tmp_path, Key(1, 3), [state, state])
     (tmp_path / folder_name(Key(1, 3)) / data_file(0)).unlink()
     store(tmp_path, Key(4, 4), [state, state], leader=False)
-    keys, refused, incarnation = StorageSource(LocalStorage(tmp_path), 2).look()
+    keys, refused, incarnation = StorageSource(LocalStorage(tmp_path), 2).look(0)
     assert keys == {Key(0, 1)}
     assert incarnation == 4  # of a step that was never finished, too: its name is taken
     assert [line.split(":")[0] for line in refused] == [
@@ -160,7 +160,7 @@ def test_what_is_not_whole_or_of_another_size_is_not_offered(tmp_path: Path) -> 
 def test_only_the_newest_are_offered(tmp_path: Path) -> None:
     for step in range(MOST_OFFERED + 3):
         store(tmp_path, Key(0, step), [{"step": step}])
-    keys, _, _ = StorageSource(LocalStorage(tmp_path), 1).look()
+    keys, _, _ = StorageSource(LocalStorage(tmp_path), 1).look(0)
     assert sorted(keys) == [Key(0, step) for step in range(3, MOST_OFFERED + 3)]
 
 
@@ -184,10 +184,21 @@ def test_a_step_that_cannot_be_read_now_is_not_one_that_is_damaged(tmp_path: Pat
         StorageSource(Stale(tmp_path), 1, patience_s=0.3).keys(0)
 
 
+def test_a_rank_that_asks_again_is_offered_what_has_come_since(tmp_path: Path) -> None:
+    source = StorageSource(LocalStorage(tmp_path), 2)
+    state = {"w": torch.ones(3)}
+    for step in range(3):
+        store(tmp_path, Key(0, step), [state, state])
+        newest = [max(source.keys(rank)) for rank in (0, 1)]
+        assert newest == [Key(0, step)] * 2
+    store(tmp_path, Key(0, 3), [state, state])
+    assert source.keys(0) == source.keys(1)
+
+
 def test_a_name_that_no_step_can_have_is_passed_over(tmp_path: Path) -> None:
     store(tmp_path, Key(0, 1), [{"step": 1}])
     (tmp_path / "step-0000000009-i99999").mkdir()
-    assert StorageSource(LocalStorage(tmp_path), 1).look() == (frozenset({Key(0, 1)}), (), 0)
+    assert StorageSource(LocalStorage(tmp_path), 1).look(0) == (frozenset({Key(0, 1)}), (), 0)
 
 
 class Counting(LocalStorage):
