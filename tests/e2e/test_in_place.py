@@ -148,6 +148,7 @@ def test_an_exception_in_one_rank_leaves_the_others_in_place(
     assert "rank 1: ValueError: boom" in found.said or "rank 1: exit code 1" in found.said
 
 
+@pytest.mark.usefixtures("cold")  # else the few steps are over before the agent is there
 def test_a_watched_run_is_recorded_on_in_the_same_process(tmp_path: Path, undisturbed: Undisturbed) -> None:
     folder = tmp_path / "watched"
     found = job(folder, "ddp", "1:5:backward:kill", "--in-place", "--standbys", "0", "--max-restarts", "3")

@@ -146,6 +146,7 @@ class Staying:
         self._out.set()
         self._say(LEFT)
         environment, streams = self._following.get()
+        _group_sockets.OURS.let_go()  # all ranks have left
         for descriptor, target in zip(streams, (1, 2), strict=True):
             os.dup2(descriptor, target)
             os.close(descriptor)

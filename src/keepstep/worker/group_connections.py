@@ -3,12 +3,17 @@
 Gloo waits for a dead or stopped peer until its timeout, and neither destroying nor aborting a group ends that. Shutting
 the connections does, within milliseconds. Only sockets that appeared while torch created a store or a group are shut;
 they are recognized by their inodes.
+
+What is shut is also kept open, by a descriptor of ours, until all ranks have left: when Gloo closes a connection that
+has unread bytes, the peer is sent a reset, the peer's next write fails, and its Gloo tells nobody who waits for that
+write (``waitSend``).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Generator
@@ -22,6 +27,7 @@ _MAKERS = (
     ("torch.distributed.rendezvous", "_create_c10d_store"),
     ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
 )
+_KEPT_SHARE = 4  # of the descriptors that this process may have, one in so many is for sockets that are kept
 
 
 class GroupSockets:
@@ -32,6 +38,7 @@ class GroupSockets:
         self._inodes: set[int] = set()
         # Sockets that were open when torch began to create the current store or group; None if it creates none.
         self._before: set[int] | None = None
+        self._kept: dict[int, int] = {}  # our own descriptors of sockets that were shut, by inode
 
     @contextmanager
     def making(self) -> Generator[None, None, None]:
@@ -53,12 +60,26 @@ class GroupSockets:
             self._before = None
 
     def shut(self) -> None:
-        """Make reads from all these sockets return as if their other end had closed."""
+        """Make reads from all these sockets return as if their other end had closed, and keep the sockets open."""
+        most_kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _KEPT_SHARE
         with self._guard:
             ours, before = set(self._inodes), self._before
-        for descriptor, inode in socket_inodes().items():
-            if inode in ours or (before is not None and inode not in before):
-                _shut(descriptor, inode)
+            for descriptor, inode in socket_inodes().items():
+                if inode in ours or (before is not None and inode not in before):
+                    own = _shut(descriptor, inode)
+                    if own is None:
+                        continue
+                    if inode in self._kept or len(self._kept) >= most_kept:
+                        os.close(own)
+                    else:
+                        self._kept[inode] = own
+
+    def let_go(self) -> None:
+        """Close what `shut` has kept open."""
+        with self._guard:
+            for descriptor in self._kept.values():
+                os.close(descriptor)
+            self._kept.clear()
 
 
 OURS = GroupSockets()
@@ -83,26 +104,31 @@ def _noting(made: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _shut(descriptor: int, inode: int) -> None:
+def _shut(descriptor: int, inode: int) -> int | None:
     """Shut a TCP connection, unless another thread has closed its descriptor and reused the number.
 
     It is shut for reading only: Gloo reports an end that it reads to all waiting callers, but a failed write is not
-    reported to the caller that waits for it (``waitSend``).
+    reported to the caller that waits for it (``waitSend``). Returns another descriptor of what was shut, to be closed.
     """
     try:
         own = os.dup(descriptor)
     except OSError:
-        return
+        return None
     try:
-        if os.fstat(own).st_ino != inode:
-            return
-        with socket.socket(fileno=os.dup(own)) as found:
-            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
-                return
-            if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.shutdown(socket.SHUT_RD)
-            # Gloo aborts the process when the socket that it listens on is shut.
+        if os.fstat(own).st_ino == inode and _is_shut(own):
+            return own
     except OSError:  # the connection has ended already
-        return
-    finally:
-        os.close(own)
+        pass
+    os.close(own)
+    return None
+
+
+def _is_shut(descriptor: int) -> bool:
+    """Shut the TCP connection; False if it is none: Gloo aborts the process when the socket it listens on is shut."""
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return False
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        found.shutdown(socket.SHUT_RD)
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import threading
@@ -101,3 +102,34 @@ def test_a_descriptor_that_another_has_by_now_stays_open(connections: Connection
     sockets.shut()
     assert group[1].recv(1) == b""
     assert is_open(other)
+
+
+def test_no_write_fails_until_all_have_left(connections: Connections) -> None:
+    sockets = GroupSockets()
+    with sockets.making():
+        ours, theirs = connections.make()
+    theirs.sendall(b"unread")
+    sockets.shut()
+    sockets.shut()
+    ours.close()
+    for _ in range(3):  # a reset would be heard by the second
+        theirs.sendall(b"more")
+    sockets.let_go()
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):  # noqa: PT012
+        for _ in range(3):
+            theirs.sendall(b"more")
+
+
+def test_with_few_descriptors_left_all_are_shut_and_not_all_are_kept(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    sockets = GroupSockets()
+    with sockets.making():
+        pairs = [connections.make() for _ in range(4)]
+    before = set(os.listdir("/proc/self/fd"))
+    sockets.shut()
+    assert not any(map(is_open, pairs))
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 8 // 4
+    sockets.let_go()
+    assert set(os.listdir("/proc/self/fd")) == before
