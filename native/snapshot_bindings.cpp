@@ -111,10 +111,10 @@ void populate(nb::handle memory, std::uint64_t begin, std::uint64_t count) {
 
 class Snapshot {
  public:
-  Snapshot(nb::handle slot, nb::handle plan, nb::bytes header, std::uint64_t data_bytes,
+  Snapshot(nb::handle slot, nb::handle plan, nb::object owners, nb::bytes header, std::uint64_t data_bytes,
            std::uint64_t step, std::uint64_t incarnation, int lock, nb::handle board,
            std::uint64_t board_index, std::uint64_t board_value, unsigned threads, std::uint64_t stream)
-      : slot_(std::make_unique<Buffer>(slot, true)), process_(getpid()) {
+      : owners_(std::move(owners)), slot_(std::make_unique<Buffer>(slot, true)), process_(getpid()) {
     const Plan rows(plan, 4);
     const std::string text(header.c_str(), header.size());
     slot_->part(snapshot::kDataOffset, data_bytes);
@@ -164,6 +164,7 @@ class Snapshot {
   }
 
  private:
+  nb::object owners_;  // goes only after the destructor has waited
   std::unique_ptr<Buffer> slot_, board_;
   std::shared_ptr<snapshot::Work> work_;
   int process_;
@@ -187,9 +188,9 @@ NB_MODULE(_native, m) {
   m.def("populate", &populate, nb::arg("memory"), nb::arg("begin"), nb::arg("nbytes"));
   m.def("slot_bytes", &snapshot::slot_bytes, nb::arg("data_bytes"), nb::arg("header_bytes"), nb::arg("storages"));
   nb::class_<Snapshot>(m, "Snapshot")
-      .def(nb::init<nb::handle, nb::handle, nb::bytes, std::uint64_t, std::uint64_t, std::uint64_t,
+      .def(nb::init<nb::handle, nb::handle, nb::object, nb::bytes, std::uint64_t, std::uint64_t, std::uint64_t,
                     int, nb::handle, std::uint64_t, std::uint64_t, unsigned, std::uint64_t>(),
-           nb::arg("slot"), nb::arg("plan"), nb::kw_only(), nb::arg("header"),
+           nb::arg("slot"), nb::arg("plan"), nb::kw_only(), nb::arg("owners").none() = nb::none(), nb::arg("header"),
            nb::arg("data_bytes"), nb::arg("step"), nb::arg("incarnation"), nb::arg("lock") = -1,
            nb::arg("board").none() = nb::none(), nb::arg("board_index") = 0, nb::arg("board_value") = 0, nb::arg("threads") = 1,
            nb::arg("stream") = 0)

@@ -46,7 +46,8 @@ class Snapshot:
 
     ``plan``: address, offset in the data, nbytes, bits of each storage, in the order of ``header``; URGENT ones are
     copied first. Those ON_DEVICE have addresses of the thread's CUDA context; they are read once ``stream`` has done
-    what is on it now. The caller keeps that memory alive and unchanged until ``wait``. After the seal this
+    what is on it now. ``owners``, objects that keep that memory alive, are held until nothing is copied any more; the
+    caller keeps it unchanged until ``wait``. After the seal this
     process's lock on the file ``lock`` is given up (-1: there is none), then the word ``board_index`` of ``board``
     (64 bits each) gets ``board_value``. ValueError: a piece does not fit into the slot. RuntimeError: no CUDA.
     """
@@ -56,6 +57,7 @@ class Snapshot:
         slot: Buffer,
         plan: Buffer,
         *,
+        owners: object = None,
         header: bytes,
         data_bytes: int,
         step: int,

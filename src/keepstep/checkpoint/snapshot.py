@@ -427,6 +427,7 @@ class Snapshots:
         started = native.Snapshot(
             self._cache.slots[index].memory,
             plan,
+            owners=(spans, copies),  # where this is left by an exception, its variables go in any order
             header=text,
             data_bytes=header.data_bytes,
             step=key.step,

@@ -216,6 +216,7 @@ class Snapshot:
         slot: Buffer,
         plan: Buffer,
         *,
+        owners: object = None,
         header: bytes,
         data_bytes: int,
         step: int,
@@ -228,7 +229,7 @@ class Snapshot:
         stream: int = 0,
     ) -> None:
         del threads, stream
-        self._process = os.getpid()
+        self._process, self._owners = os.getpid(), owners
         self._slot = _bytes_of(slot)
         data = _part(self._slot, DATA_OFFSET, data_bytes)
         rows = _rows(plan, 4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import random
+import time
+import weakref
 from array import array
 
 import pytest
@@ -76,6 +78,27 @@ def test_copies_are_whole_and_summed(threads: int, lengths: list[int]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, back, strict=True))
     native.clear(slot)
     assert slot[:64] == bytes(64)
+
+
+PATIENCE_S = 60
+
+
+class Owner:
+    """Owns memory."""
+
+
+def test_what_owns_the_memory_is_held_as_long_as_it_may_be_copied() -> None:
+    slot, tensor, owner = mmap.mmap(-1, 16384), torch.ones(4096, dtype=torch.uint8), Owner()
+    lives = weakref.ref(owner)
+    plan = array("Q", (tensor.data_ptr(), 0, 4096, 0))
+    snapshot = native.Snapshot(slot, plan, owners=owner, header=b"", data_bytes=4096, step=0, incarnation=0)
+    del owner
+    snapshot.wait()
+    assert lives() is not None
+    del snapshot
+    until_s = time.monotonic() + PATIENCE_S
+    while lives() is not None:  # plain Python's thread holds it for a moment more
+        assert time.monotonic() < until_s
 
 
 def test_nothing_is_written_outside_a_slot() -> None:
