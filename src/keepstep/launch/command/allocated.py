@@ -60,7 +60,8 @@ def _contradictions(given: argparse.Namespace, told: Allocation) -> Iterator[str
     if not told.name.startswith("Slurm"):
         return
     rank, workers = given.node_rank, str(given.nproc_per_node).strip()
-    if "node_rank" in given.said and told.node_rank >= 0 and rank != told.node_rank:
+    has_effect = "node_rank" in given.said and given.rdzv_backend == "static"
+    if has_effect and told.node_rank >= 0 and rank != told.node_rank:
         yield f"--node-rank {rank}: by {told.name} this is node {told.node_rank} of {told.nodes}; the flag holds"
     # The first node says it for all.
     is_number = told.node_rank <= 0 and "nproc_per_node" in given.said and re.fullmatch("[0-9]{1,6}", workers)

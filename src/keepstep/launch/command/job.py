@@ -209,13 +209,23 @@ def _checked(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
         verbose=given.verbose,
         dry_run=given.dry_run,
         remarks=tuple(flags.without_meaning(given)),
-        warnings=(*allocation.warnings, *_not_carried_out(given)),
+        warnings=(*allocation.warnings, *_not_carried_out(given, environ)),
     )
 
 
-def _not_carried_out(given: argparse.Namespace) -> tuple[str, ...]:
-    binding = given.numa_binding
-    return (f"--numa-binding {binding} is not carried out: workers run unbound",) if binding else ()
+def _not_carried_out(given: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Lines about flags that were given and change nothing."""
+    lines: list[str] = []
+    if given.numa_binding:
+        lines.append(f"--numa-binding {given.numa_binding} is not carried out: workers run unbound")
+    # A variable is often set by what starts the nodes, on each of them, whatever the rendezvous is.
+    is_written = "node_rank" in given.said and environ.get("PET_NODE_RANK") != str(given.node_rank)
+    if is_written and given.rdzv_backend == "c10d" and node_range(given.nnodes)[1] > 1:
+        lines.append(
+            f"--node-rank {given.node_rank} has no effect with --rdzv-backend c10d, where the rendezvous numbers the "
+            "nodes; --rdzv-backend static keeps it"
+        )
+    return tuple(lines)
 
 
 def _one_of(flag: str, text: str, *words: str) -> str:

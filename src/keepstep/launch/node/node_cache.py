@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.core.errors import KeepstepError, UsageError
+from keepstep.core.regular_files import read_regular
 from keepstep.launch.command.placement import (
     CACHE,
     CHECKPOINT_DIR,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _BRIEF_S = 2.0  # what is waited for less long is not worth a line
 _LOOK_S = 0.02
+_MOST_JSON_BYTES = 1 << 20
+_BACKUPS = "backups: "  # how the agent's lines begin that are not about storage
 _ALONE_S = 10.0  # for so long at least a step is waited for that other nodes may have, too
 _MOST_UNLIKE = 4
 """Sealed steps without one that is the same on all ranks before none is expected; it is known a step later."""
@@ -62,6 +66,7 @@ class NodeCache:
         self._run, self._job = run, run.job
         self._made: tuple[Cache, CacheServer] | None = None
         self._lock: FolderLock | None = None
+        self._node_rank = 0
         self.moved = False  # this node plays other ranks than before, whose snapshots are still elsewhere
 
     @property
@@ -74,7 +79,7 @@ class NodeCache:
 
         Raises UsageError when another run uses the folder of the checkpoints.
         """
-        job = self._job
+        job, self._node_rank = self._job, place.node_rank
         self._take_folder(place)
         try:
             if self._made is None:
@@ -99,7 +104,8 @@ class NodeCache:
 
         ``last``: so many of the newest steps that all ranks of this node have belong there, too; where only those do
         that the script asks for, they do so if one of them was put off. Of several, one that other nodes have as well
-        is enough. What keeps steps from storage is said by the agent, and then nothing more is said.
+        is enough. What keeps steps from storage is said by the agent once, which may be long ago: that a step is waited
+        for, and that it is lost, is said all the same.
         """
         if self._made is None or self._job.persisting is None:
             return ""
@@ -113,19 +119,26 @@ class NodeCache:
         while (wanted := self._made[0].wanted()) and not enough.is_there(wanted, time.monotonic()):
             steps = ", ".join(str(key.step) for key in wanted)
             if in_vain() or time.monotonic() >= begun_s + wait_s:
+                self._made[1].claim(STORAGE_TROUBLE)  # it would say that training goes on
                 lost = f"step {steps} is not on storage {where} and is lost"
-                return lost if self._made[1].claim(STORAGE_TROUBLE) else ""
-            if (
-                not said
-                and time.monotonic() - begun_s > _BRIEF_S
-                and not self._made[1].claimed(STORAGE_TROUBLE)
-            ):
+                return lost if self._made[1].claim(lost) else ""
+            if not said and time.monotonic() - begun_s > _BRIEF_S:
                 said = True
+                until = f"at most {wait_s:.0f} s (Ctrl-C: no longer)"
                 self._run.say(
-                    f"waiting for step {steps} to be on storage {where}, at most {wait_s:.0f} s (Ctrl-C: no longer)"
+                    f"waiting for step {steps} to be on storage {where}, {until}{self._in_the_way()}"
                 )
             await asyncio.sleep(_POLL_S)
         return ""
+
+    def _in_the_way(self) -> str:
+        """What keeps steps from storage by the agent's status file, behind a colon; "": nothing is known of."""
+        path = self._run.folder / "nodes" / str(self._node_rank) / "checkpoints.json"
+        try:
+            troubles: list[str] = json.loads(read_regular(path, _MOST_JSON_BYTES))["troubles"]
+            return next((f": {line}" for line in troubles if not line.startswith(_BACKUPS)), "")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return ""  # not there yet, or edited
 
     def newest(self, rank: int) -> Key | None:
         """The newest snapshot that a rank of this node has sealed."""

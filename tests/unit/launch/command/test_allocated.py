@@ -75,6 +75,8 @@ def test_flags_that_contradict_slurm_hold_and_it_is_said() -> None:
     assert made.warnings == ("--node-rank 1: by Slurm job 4711 this is node 2 of 5; the flag holds",)
     assert job(*meet, PET_NODE_RANK="0").rendezvous.node_rank == 0
     assert job("--node-rank=2", *meet).warnings == ()
+    (line,) = job("--node-rank=1", "--nnodes=5", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1").warnings
+    assert line.startswith("--node-rank 1 has no effect with --rdzv-backend c10d"), "the flag does not hold"
     first = {"SLURMD_NODENAME": "n0", "SLURM_GPUS_ON_NODE": "8"}
     made = job("--nproc-per-node=4", **first)
     said = "--nproc-per-node 4: Slurm job 4711 has 8 GPUs on this node; the flag holds"

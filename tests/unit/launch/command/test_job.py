@@ -54,6 +54,21 @@ def test_several_nodes_meet_where_torchrun_would() -> None:
     assert str(v6.rendezvous.endpoint) == "[::1]:7"
 
 
+def test_a_node_rank_that_the_rendezvous_does_not_ask_for_is_told() -> None:
+    meet = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0")
+    said = (
+        "--node-rank 1 has no effect with --rdzv-backend c10d, where the rendezvous numbers the nodes; "
+        "--rdzv-backend static keeps it"
+    )
+    assert job("--node-rank", "1", *meet).warnings == (said,)
+    assert job("--node_rank=1", *meet, PET_NODE_RANK="0").warnings == (said,)
+    assert len(job("--node-rank", "0", *meet).warnings) == 1
+    assert job(*meet).warnings == ()
+    assert job(*meet, PET_NODE_RANK="1").warnings == (), "set by what starts the nodes"
+    assert job("--node-rank", "1", "--nnodes", "2", "--master-addr", "node0").warnings == ()
+    assert job("--node-rank", "0", "--rdzv-backend", "c10d").warnings == (), "the only node"
+
+
 def test_as_many_standbys_as_workers_when_restarts_are_wanted() -> None:
     assert job("--nproc-per-node", "4").standbys == 0
     assert job("--nproc-per-node", "4", "--standbys", "4").standbys == 0

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.unit.launch.local_runs import ToldRun
 
 from keepstep.checkpoint.memory import cache_server
+from keepstep.checkpoint.memory.cache import Cache
+from keepstep.checkpoint.memory.cache_server import STORAGE_TROUBLE, claim
 from keepstep.checkpoint.memory.slots import Key
 from keepstep.core.errors import UsageError
 from keepstep.launch.command.job import job_from_command_line
 from keepstep.launch.command.placement import Place
+from keepstep.launch.node import node_cache
 from keepstep.launch.node.node_cache import NodeCache, _Enough
 
 PLACE = Place(0, 0, 1, 1, "127.0.0.1", 29500, incarnation=3)
@@ -85,3 +90,74 @@ def test_a_step_that_others_may_have_is_waited_for_as_long_as_one_before_it_took
     assert not waiting.is_there(steps(100), 30.0)
     assert not waiting.is_there(steps(100), 89.0)
     assert waiting.is_there(steps(100), 90.0)
+
+
+UNLISTED = "/ck: cannot be listed: Not a directory"
+WAITS = "waiting for step 24, 60 to be on storage /ck, at most 600 s (Ctrl-C: no longer)"
+LOST = "step 24, 60 is not on storage /ck and is lost"
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCache:
+    """Steps 24 and 60 wait for storage; every wait is worth a line."""
+    monkeypatch.setattr(node_cache, "_BRIEF_S", -1.0)
+    monkeypatch.setattr(node_cache, "_POLL_S", 0.0)
+    monkeypatch.setattr(Cache, "wanted", lambda _: steps(24, 60))
+    job = job_from_command_line(["--checkpoint-dir", "/ck", "train.py"], {})
+    return NodeCache(ToldRun(tmp_path, job, children=False))
+
+
+def said(caching: NodeCache) -> list[str]:
+    run = caching._run
+    assert isinstance(run, ToldRun)
+    return run.said
+
+
+async def end(caching: NodeCache, looks: int = 3) -> str:
+    """The end of a run that after so many looks waits no longer."""
+    over: Iterator[bool] = iter([*[False] * looks, True])
+    return await caching.stored(600.0, lambda: next(over), last=0)
+
+
+@pytest.mark.parametrize("trouble", ["", UNLISTED])
+def test_a_run_says_for_what_it_waits_and_what_is_lost_whatever_was_said_of_storage(
+    trouble: str, stuck: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(stuck, "_take_folder", lambda _: None)
+        stuck.environment(PLACE)
+        if trouble:
+            await asyncio.to_thread(claim, stuck.address, STORAGE_TROUBLE, trouble)
+        assert await end(stuck) == LOST
+        assert said(stuck) == [*filter(None, [trouble]), WAITS]
+        assert await end(stuck, looks=0) == "", "that was said"
+        late = await asyncio.to_thread(claim, stuck.address, STORAGE_TROUBLE, "training goes on")
+        assert not late, "it does not go on any more"
+        stuck.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"troubles": ["backups: none", UNLISTED, "another"]}, f": {UNLISTED}"),
+        ({"troubles": ["backups: none"]}, ""),
+        ({"troubles": [7]}, ""),
+        ({"troubles": None}, ""),
+        ([], ""),
+    ],
+)
+def test_the_line_that_a_run_waits_says_what_is_in_the_way(
+    content: object, why: str, stuck: NodeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(stuck, "_take_folder", lambda _: None)
+        stuck.environment(Place(3, 3, 4, 4, "127.0.0.1", 29500))
+        (tmp_path / "nodes" / "3").mkdir(parents=True)
+        (tmp_path / "nodes" / "3" / "checkpoints.json").write_text(json.dumps(content))
+        await end(stuck)
+        assert said(stuck) == [WAITS + why]
+        stuck.close()
+
+    asyncio.run(main())
