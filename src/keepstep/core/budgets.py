@@ -25,6 +25,8 @@ _OF_THE_PROGRAM = re.compile(
     r"^(?:Type|Attribute|Name|UnboundLocal|Key|Index|Value|Assertion|ZeroDivision|NotImplemented|Recursion)Error\b"
     r"|\bshapes? |size mismatch|sizes? of tensor|to have the same (?:dtype|device)|on the same device|state_dict"
 )
+# Signals that others send, the kernel too: no errors of the rank's own.
+_SENT = re.compile(r"signal \d+ \(SIG(?:KILL|TERM|INT|HUP|QUIT|USR1|USR2)\)")
 _MOST_QUOTED = 120  # characters of an error
 # Kinds of the tables in `detect/tables`. Errors that every restart meets again:
 _VAIN = {
@@ -188,8 +190,8 @@ def _same(one: Cause, last: Cause) -> bool:
     """Whether both are failures at one step, with one error: of one rank, or of any.
 
     An error of all ranks is told of whichever was first. Before the first step another rank may have met what another
-    node lacks: there only errors that are a program's own count for all. An echo is nobody's own error, and a death
-    without an error may have any cause.
+    node lacks: there only errors that are a program's own count for all. An echo is nobody's own error, nor is a signal
+    from outside, and a death without an error may have any cause.
     """
     return (
         min(one.rank, last.rank) >= 0
@@ -197,5 +199,6 @@ def _same(one: Cause, last: Cause) -> bool:
         and one.step == last.step >= 0
         and bool(last.error)
         and not last.is_echo
+        and not _SENT.match(last.error)
         and _VARIES.sub("#", one.error) == _VARIES.sub("#", last.error)
     )

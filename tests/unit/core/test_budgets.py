@@ -61,6 +61,8 @@ def test_one_error_at_one_step_is_the_same_whichever_rank_is_the_first() -> None
         cause(rank=-1),
         cause(error=""),
         cause(error="Gloo: Connection closed by peer [10.0.0.1]"),
+        cause(error="signal 9 (SIGKILL) received by process 19380"),
+        cause(error="signal 15 (SIGTERM) received by process 19380"),
     ],
 )
 def test_what_is_not_known_or_tells_of_another_is_never_the_same(twice: Cause) -> None:
