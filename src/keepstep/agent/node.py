@@ -400,6 +400,7 @@ class NodeAgent:
         pauses = ring.track.watch.hang.pauses  # a new process of the same script will pause as long
         ring.track = RankTrack(ring.rank, self._node, self._local, header.records)
         ring.track.watch.hang.pauses.update(pauses)
+        ring.track.watch.incarnation = header.incarnation
         ring.track.cutter.together = self._together
         ring.process = identify(header.pid)
         self._told = {key: rank for key, rank in self._told.items() if rank != ring.rank}

@@ -14,10 +14,11 @@ import torch
 from keepstep import capture
 from keepstep.capture import death
 from keepstep.checkpoint.memory.cache_server import ADDRESS, NO_CACHE
-from keepstep.checkpoint.restore.resume import refuse
+from keepstep.checkpoint.restore.resume import SaidByAnother, refuse
 from keepstep.checkpoint.snapshot import Snapshots, Worker, talk
 from keepstep.checkpoint.storage.cadence import Storing
 from keepstep.core.errors import CheckpointError, MisfitError
+from keepstep.core.log_lines import one_line
 from keepstep.worker import milestones as _milestones
 
 _open: list[Snapshots] = []  # empty until the first use, then the one object of this process
@@ -65,8 +66,7 @@ def load(state: dict[Any, Any]) -> int | None:
     try:
         step = snapshots.load(state) if snapshots else None
     except CheckpointError as error:
-        if isinstance(error, MisfitError):  # what does not fit was said
-            death.foresee(MisfitError("the state or the number of ranks is not that of before"))
+        death.foresee(_left_of(error))
         raise _Refused(str(error)) from None
     finally:
         _left.clear()
@@ -116,6 +116,15 @@ class _Refused(CheckpointError, SystemExit):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = 1
+
+
+def _left_of(error: CheckpointError) -> CheckpointError:
+    """What is left for the launcher of a restore's refusal: what tells of another rank is nobody's own error."""
+    if isinstance(error, MisfitError):  # what does not fit was said
+        return MisfitError("the state or the number of ranks is not that of before")
+    if isinstance(error, SaidByAnother):
+        return SaidByAnother("another rank says why nothing is restored")
+    return CheckpointError(f"nothing is restored: {one_line(str(error))}")
 
 
 class RandomState:

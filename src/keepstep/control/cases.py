@@ -191,7 +191,7 @@ class Cases:
             self._crash_found(finding, now_s)
         elif kind == "exit":
             self._left(finding, now_s)
-        elif self._open.crash is not None or self._open.ending.under_way or not self.is_watched:
+        elif self._open.ends(finding.incarnation) or not self.is_watched:
             return  # findings after a crash are its consequences
         elif self.held_back.takes(finding, self._settings.now.hang_after_s, now_s):
             return
@@ -418,7 +418,7 @@ class Cases:
         """The case of a crash in this incarnation; a crash in an earlier one is over."""
         case = self._crash_case()
         if incarnation > case.incarnation >= 0:
-            case.restarted(None, now_s)
+            case.end(now_s)  # the job did not train in between
             case = self._crash_case()
         return case
 
@@ -434,7 +434,7 @@ class Cases:
 
     def _tick_remedy(self, now_s: float) -> None:
         case = self._open.hang
-        if case is None or case.closed or self._open.crash is not None or self._open.ending.under_way:
+        if case is None or case.closed or self._open.ends(case.incarnation):
             self._remedy = None
         elif self._settings.now.restart_hangs and self.is_watched and not self._is_held_up:
             if self._remedy is None or self._remedy.case is not case:

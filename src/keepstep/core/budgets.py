@@ -27,6 +27,8 @@ _OF_THE_PROGRAM = re.compile(
 )
 # Signals that others send, the kernel too: no errors of the rank's own.
 _SENT = re.compile(r"signal \d+ \(SIG(?:KILL|TERM|INT|HUP|QUIT|USR1|USR2)\)")
+# A source of states did not answer, and may later.
+_UNANSWERED = "CheckpointError: nothing is restored: it is not known what other sources have"
 _MOST_QUOTED = 120  # characters of an error
 # Kinds of the tables in `detect/tables`. Errors that every restart meets again:
 _VAIN = {
@@ -200,5 +202,6 @@ def _same(one: Cause, last: Cause) -> bool:
         and bool(last.error)
         and not last.is_echo
         and not _SENT.match(last.error)
+        and not last.error.startswith(_UNANSWERED)
         and _VARIES.sub("#", one.error) == _VARIES.sub("#", last.error)
     )

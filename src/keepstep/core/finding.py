@@ -27,5 +27,5 @@ class Finding:
     exit_code: int = 0  # crash: as `run` would return it (128+N for a signal)
     message: str = ""  # crash: the error's last line, from the error file where there is one
     confidence: float = 1.0
-    incarnation: int = 0  # crash, exit: incarnation of the process
+    incarnation: int = 0  # incarnation of the process
     together: int = 1  # slow, relief: steps taken together, within which the onset lies for sure

@@ -69,6 +69,9 @@ _OF_ANYBODY = _words(
     r"network is unreachable|timed out (waiting|initializing)|socket timeout",
 )
 
+# What `keepstep.checkpoint` raises where another rank says why nothing is restored.
+_SAID_BY_ANOTHER = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*SaidByAnother: ")
+
 _WRONG = _words(
     r"\b(error|fatal|fail(ed|ure|s)?|abort(ed|ing)?|exception|terminate called|assert\w*|cannot|unable)\b"
 )
@@ -90,6 +93,8 @@ def tells_of_another(message: str) -> bool:
     ``message``: with or without the type of the error in front.
     """
     said = _cause(message)
+    if _SAID_BY_ANOTHER.match(said):
+        return True
     if _OWN.search(said):
         return False
     if _OF_RANKS.search(said):

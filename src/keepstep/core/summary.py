@@ -206,6 +206,7 @@ class Stillness:
     since_s: float  # on the node's clock
     why: str = ""  # where the thread is, what moves, or what cannot be read
     until_s: float = 0.0  # when it was looked at last
+    awaits_child: bool = False  # still, but its training thread waits for a child process that lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class RankState:
     process: int = 0  # process id on the rank's node
     links: tuple[LinkState, ...] = ()  # where its NCCL transfers stand still, as far as they are counted
     stillness: Stillness | None = None  # None: it has made progress lately, or waits for others
-    timeout_s: float = 0.0  # shortest timeout of a collective among its groups; 0: not known
+    timeout_s: float = 0.0  # longest timeout of a collective among its groups; 0: not known
     pause_s: float = 0.0  # longest pause in this phase that it has ended by itself
     failed: tuple[OpInFlight, ...] = ()  # operations that ended with an error; none ended well after them
     incarnation: int = -1  # incarnation of the rank's process; -1: not known

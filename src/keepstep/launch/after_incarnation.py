@@ -148,7 +148,8 @@ def tell_found(parts: Parts, failure: root_cause.Failure) -> None:
     """Tell the controller of a failure, as evidence about who is to blame; one that begins later is told then."""
     course = parts.course
     assert course.place is not None
-    found = root_cause.finding(failure, parts.run.job.node, course.place.incarnation)
+    step = parts.crew.restarts.step_of(failure.rank, parts.watching.rings.steps(failure.rank))
+    found = root_cause.finding(failure, parts.run.job.node, course.place.incarnation, step)
     if course.link:
         course.link.send(course.link.member.found(found))
     else:

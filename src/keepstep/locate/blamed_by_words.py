@@ -15,9 +15,9 @@ from keepstep.core.told import Failure, Named
 
 _MOST_DETAIL = 300
 # Kinds of errors of the program or of what is installed: who met it first was only first, as with storage.
-_OF_ALL = frozenset(
-    {"import", "syntax", "library-missing", "launch-config", "driver-mismatch", "missing-path"}
-)
+_OF_ALL = frozenset({
+    "import", "syntax", "library-missing", "launch-config", "driver-mismatch", "missing-path", "checkpoint-refused",
+})  # fmt: skip
 # Nor is a rank to blame where the scheduler ended the job.
 _OF_NOBODY = frozenset({"time-limit", "preempted"})
 

@@ -193,7 +193,8 @@ def _lines(
     deaths: _Deaths, together: Sequence[Finding], own: Sequence[Finding], waiting: Collection[int]
 ) -> tuple[str, ...]:
     first, times = together[0], deaths.times
-    lines = [f"rank {first.rank}: {how_it_died(first)} at step {first.step}"]
+    at = f" at step {first.step}" if first.step >= 0 else ""
+    lines = [f"rank {first.rank}: {how_it_died(first)}{at}"]
     if len(together) > 1:
         # Errors of one program differ in numbers, such as ranks and addresses.
         errors = {re.sub(r"\d+", "#", finding.message) or finding.rank for finding in together}

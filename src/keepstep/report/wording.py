@@ -10,6 +10,8 @@ from keepstep.core.incident import NETWORK, Action, Culprit, Incident, Recovery
 from keepstep.core.ranges import fold_nodes, fold_ranks
 from keepstep.report.folding import alike, shared_detail, span
 
+# Kinds of causes in `detect/tables/checkpoint.toml` that lie in what was saved.
+_OF_CHECKPOINTS = frozenset({"checkpoint-misfit", "checkpoint-refused", "corrupt-checkpoint"})
 _FOLDED, _FOLDED_NODES = 64, 40  # longest lists of folded ranks and nodes that are printed
 
 
@@ -101,6 +103,8 @@ def nobody_blamed(incident: Incident) -> str:
     """Why an incident without culprits has none."""
     missing = "; ".join(incident.missing)
     if not missing and incident.cause is not None and incident.cause.first is not None:
+        if incident.cause.kind in _OF_CHECKPOINTS:
+            return "no rank: it is what was saved"
         whom = {"storage": "the storage", "other": "whoever ended the job"}
         return f"no rank: it is {whom.get(incident.cause.cause_class, 'the program, or what all ranks use')}"
     return f"cause unknown; missing: {missing}" if missing else "cause unknown"
@@ -110,6 +114,8 @@ def who_waits(incident: Incident, world: int) -> str:
     """The victims: ``ranks 0-2 waiting (3 of 4)``. ``world``: number of ranks of the job; 0: not known."""
     count, folded = len(incident.victims), fold_ranks(incident.victims)
     verb = "waiting" if incident.kind in ("hang", "slow", "desync") else "lost a peer"
+    if verb != "waiting" and not incident.culprits and incident.cause is not None and incident.cause.first:
+        verb = "stopped by it"  # nobody else has died that they would have lost
     if len(folded) > _FOLDED:
         return f"{count} ranks {verb}"
     share = f" ({count} of {world})" if world else ""

@@ -100,6 +100,11 @@ def test_words_of_ranks_among_each_other_tell_of_another(message: str) -> None:
     assert tells_of_another(message)
 
 
+def test_a_refusal_that_another_rank_explains_tells_of_another_whatever_it_quotes() -> None:
+    assert tells_of_another("keepstep.checkpoint.restore.resume.SaidByAnother: step 7: Permission denied")
+    assert not tells_of_another("CheckpointError: nothing is restored: no snapshot is whole on every rank")
+
+
 @pytest.mark.parametrize("message", OWN)
 def test_what_went_wrong_in_a_rank_itself_is_its_own(message: str) -> None:
     assert not tells_of_another(message)

@@ -74,6 +74,19 @@ def test_nobody_is_blamed_for_what_all_import(error: str) -> None:
     assert (found.culprits, found.victims) == ((), (2,))
 
 
+def test_no_rank_is_blamed_for_what_storage_has_of_no_use() -> None:
+    for why in ("bytes of storage 19 are not those that were written", "storage /ck does not answer"):
+        words = f"keepstep.core.errors.CheckpointError: nothing is restored: no snapshot is whole ({why})\n"
+        found = blamed(died(1, victims=(0,)), {1: words})
+        assert (found.culprits, found.victims) == ((), (0, 1))
+
+
+def test_the_one_rank_whose_state_does_not_fit_is_to_blame_and_nobody_of_several() -> None:
+    words = "MisfitError: the state or the number of ranks is not that of before\n"
+    assert [one.rank for one in blamed(died(1), {1: words}).culprits] == [1]
+    assert blamed(died(0, 1, 2), dict.fromkeys((0, 1, 2), words)).culprits == ()
+
+
 def test_nobody_of_several_is_blamed_for_one_error() -> None:
     found = blamed(died(0, 1, 2, sure="low"), dict.fromkeys(NODES, KEY_ERROR))
     assert (found.culprits, found.victims) == ((), (0, 1, 2))

@@ -46,4 +46,9 @@ def test_a_verdict_on_storage_blames_no_rank() -> None:
     incident = Incident(1, "crash", 5, 5, None, None, (), (2,), (), (), summary="rank 2 died", cause=CAUSE)
     text = render(incident)
     assert "culprit   no rank: it is the storage" in text
+    assert "victims   rank 2 stopped by it" in text
     assert text.index("cause ") < text.index("culprit") < text.index("first ")
+    misfit = replace(incident, cause=replace(CAUSE, cause_class="user", kind="checkpoint-misfit"))
+    assert "culprit   no rank: it is what was saved" in render(misfit)
+    echoes = replace(CAUSE, cause_class="other", kind="echo-only", first=None)
+    assert "victims   rank 2 lost a peer" in render(replace(incident, cause=echoes))

@@ -144,7 +144,7 @@ def rank_state(
         process=process,
         links=links,
         stillness=stillness,
-        timeout_s=_shortest_timeout_s(sites),
+        timeout_s=_longest_timeout_s(sites),
         pause_s=track.watch.hang.longest_pause_s,
         failed=last_failed(track, in_flight, sites, calls),
         incarnation=incarnation,
@@ -181,10 +181,10 @@ def _device(track: RankTrack, streams: Sequence[StreamProgress], dump: Dump | No
     return None if dump is None else device_calls(dump, track.rank, track.groups, streams, ago_s)
 
 
-def _shortest_timeout_s(sites: Sequence[str]) -> float:
-    """The shortest timeout of a group, as the worker has noted it among the sites; 0 where it has not."""
+def _longest_timeout_s(sites: Sequence[str]) -> float:
+    """The longest timeout of a group, as the worker has noted it among the sites; 0 where it has not."""
     told = [one.removeprefix(TIMEOUT_NOTE) for one in sites if one.startswith(TIMEOUT_NOTE)]
-    return min((float(one) for one in told if one.replace(".", "").isdigit()), default=0.0)
+    return max((float(one) for one in told if one.replace(".", "").isdigit()), default=0.0)
 
 
 def main_site(sites: Sequence[str], calls: LastCalls) -> str:

@@ -30,6 +30,7 @@ class RankWatch:
     def __init__(self, rank: int, node: str) -> None:
         self._rank, self._node = rank, node
         self.hang = HangDetector()
+        self.incarnation = 0
         self._looked = False
         self.forget_iterations()
 
@@ -134,7 +135,8 @@ class RankWatch:
             device_still_s=device_still_s,
         )
         if stuck is not None:
-            return Finding("hang", *seen, stuck_s=stuck.stuck_s, limit_s=stuck.limit_s, phase=phase)
+            times = {"stuck_s": stuck.stuck_s, "limit_s": stuck.limit_s}
+            return Finding("hang", *seen, **times, phase=phase, incarnation=self.incarnation)
         if hanging and self.hang.stuck is None:
-            return Finding("resumed", *seen, phase=phase)
+            return Finding("resumed", *seen, phase=phase, incarnation=self.incarnation)
         return None

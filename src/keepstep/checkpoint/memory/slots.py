@@ -236,10 +236,14 @@ def free_slots(keys: Sequence[Key | None], needed: Collection[Key | None] | None
     return empty + [index for _, index in sorted(old)]
 
 
-def agree(offers: Mapping[int, AbstractSet[Key]], doubted: Key | None = None) -> Key | None:
+def agree(
+    offers: Mapping[int, AbstractSet[Key]],
+    doubted: Key | None = None,
+    unreadable: AbstractSet[int] = frozenset(),
+) -> Key | None:
     """The snapshot that all ranks resume from: the newest that each of them offers; None when no rank offers any.
 
-    One that follows ``doubted`` is the last resort.
+    One that follows ``doubted`` is the last resort. ``unreadable``: ranks that had more, which could not be read.
 
     Raises:
         CheckpointError: no snapshot is offered by all ranks; the message says which rank has what.
@@ -249,15 +253,16 @@ def agree(offers: Mapping[int, AbstractSet[Key]], doubted: Key | None = None) ->
     )
     if best is not None or not any(offers.values()):
         return best
-    by_offer: dict[tuple[Key, ...], list[int]] = {}
+    by_offer: dict[tuple[tuple[Key, ...], bool], list[int]] = {}
     for rank, keys in sorted(offers.items()):
-        by_offer.setdefault(tuple(sorted(keys)), []).append(rank)
+        by_offer.setdefault((tuple(sorted(keys)), not keys and rank in unreadable), []).append(rank)
+    least_first = sorted(by_offer.items(), key=lambda one: len(one[0][0]))  # who lacks most is who to look at
     told = [
         f"ranks {fold_ranks(ranks)}: "
         + (
             ", ".join(f"step {k.step} of incarnation {k.incarnation}" for k in keys)
-            or "nothing (never saved, or lost)"
+            or f"nothing ({'damaged, or not to be read' if was_there else 'never saved, or lost'})"
         )
-        for keys, ranks in list(by_offer.items())[:_MOST_TOLD]
+        for (keys, was_there), ranks in least_first[:_MOST_TOLD]
     ]
     raise CheckpointError("no snapshot is whole on every rank (" + "; ".join(told) + ")")

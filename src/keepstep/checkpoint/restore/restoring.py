@@ -48,6 +48,10 @@ class Restoring:
     _filling: Filling | None = None
     _spoiled: bool = False
 
+    @property
+    def number(self) -> int:
+        return self.cache.rank
+
     def own(self) -> frozenset[Key]:
         self._offers, refused = self.cache.offers(self.world_size)
         for line in refused:

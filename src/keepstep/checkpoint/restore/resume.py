@@ -25,7 +25,7 @@ Rows = list[Row]
 
 
 class SaidByAnother(CheckpointError):
-    """A restore is refused for a reason that another rank knows, and says."""
+    """A restore is refused, and another rank says why."""
 
 
 class Copied(IntEnum):
@@ -57,6 +57,11 @@ class Elsewhere:
 
 class Rank(Protocol):
     """A rank's own cache, and its access to other sources."""
+
+    @property
+    def number(self) -> int:
+        """The rank's number: its place among the rows of all."""
+        ...
 
     def own(self) -> frozenset[Key]:
         """The keys that the rank's cache has sealed."""
@@ -147,6 +152,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     Ranks of which no snapshot was ever whole, because they died over the first ones or do not save the same steps,
     begin anew. States that were not saved at the same moment are never restored together, whatever their step is.
     A state in which replicas differ that must not is taken only where there is no other.
+    Of the ranks that know why there is none, the first one says it; the others raise `SaidByAnother`.
 
     ``incarnation`` is the launcher's number of the incarnation; the agreed one is at least that.
 
@@ -171,14 +177,17 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
     while True:
         found = (yield from talk.elsewhere()) if ask else talk.outside
         others = found.keys - here - unlike
-        rows = yield row_of(own | (found.keys - lost - unlike), bool(lost) or bool(half), bool(others))
+        offered, has_lost = own | (found.keys - lost - unlike), bool(lost) or bool(half)
+        rows = yield row_of(offered, has_lost, bool(others), talk.knows_why, talk.unreadable)
+        talk.choose_teller(rows)
+        unreadable = {number for number, row in enumerate(rows) if row[3]}
         anew = begun and talk.nothing_new and not any(row[0] or row[1] for row in rows)
         try:
-            key = agree({number: keys_of(row) for number, row in enumerate(rows)}, doubted)
+            key = agree({number: keys_of(row) for number, row in enumerate(rows)}, doubted, unreadable)
         except CheckpointError as error:
             if anew:
                 return Agreed(None, talk.incarnation, given_up=_UNLIKE if unlike else _NEVER_WHOLE)
-            raise CheckpointError(f"{half}{error}{talk.why()}, so none is restored; {_ANEW}") from None
+            raise talk.refusal(f"{half}{error}{talk.why()}, so none is restored; {_ANEW}") from None
         if key is None:
             if not ask:
                 ask = True
@@ -186,7 +195,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             if unlike and anew:
                 return Agreed(None, talk.incarnation, given_up=_UNLIKE)
             if unlike:
-                raise CheckpointError(f"{half}no snapshot is left{talk.why()}, so none is restored; {_ANEW}")
+                raise talk.refusal(f"{half}no snapshot is left{talk.why()}, so none is restored; {_ANEW}")
             talk.check_nothing(any(row[0] for row in rows), half)
             return Agreed(None, talk.incarnation)
         result = Copied.WELL
@@ -198,6 +207,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             except CheckpointError as error:
                 lost.add(key)
                 talk.lost.append(str(error))
+                talk.unreadable = True
                 result = Copied.DAMAGED
         rows = yield row_of((), result, 0 if result else rank.moment(key))
         if any(row[0] for row in rows):
@@ -222,6 +232,7 @@ def resume(rank: Rank, incarnation: int) -> Generator[Row, Rows, Agreed]:
             return Agreed(key, talk.incarnation, pending, wanted, others, alike, doubted=doubted)
         half, ask = "the state is half restored, and ", True
         if result == Copied.DAMAGED:
+            talk.unreadable = True
             rank.drop(key)
             own.discard(key)
             if key in moved:
@@ -262,7 +273,7 @@ def _in_caches(rows: Rows) -> list[frozenset[Key]]:
     """The keys that the cache of each rank holds. Raises CheckpointError when a node has no cache."""
     without = [number for number, row in enumerate(rows) if row[1]]
     if without:
-        raise CheckpointError(
+        raise SaidByAnother(
             f"{_NO_CHECKPOINT}: the node of ranks {fold_ranks(without)} has no cache, see what they say; {_MEND}"
         )
     return [keys_of(row) for row in rows]
@@ -282,6 +293,8 @@ class _Talk:
     highest: int = -1  # highest incarnation that any rank was told of
     asked: bool = False
     lost: list[str] = field(default_factory=list[str])
+    unreadable: bool = False  # whether some state of this rank was damaged, or could not be brought
+    tells: bool = True  # whether this rank is the one that says why nothing is restored
 
     @property
     def incarnation(self) -> int:
@@ -307,14 +320,31 @@ class _Talk:
 
     def why(self) -> str:
         """The reasons that this rank knows for states that cannot be had, in parentheses; "" without any."""
-        lines = [*dict.fromkeys([*self.lost, *self.outside.refused, *self.outside.troubles])]
+        lines = self._reasons
         if len(lines) > _MOST_TOLD:
             lines[_MOST_TOLD - 1 :] = [f"and {len(lines) - _MOST_TOLD + 1} more like that"]
         return f" ({'; '.join(lines)})" if lines else ""
 
-    def _error(self, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
-        why = self.why()
-        return kind(what + why) if why else SaidByAnother(what + _ANOTHER)
+    @property
+    def _reasons(self) -> list[str]:
+        return [*dict.fromkeys([*self.lost, *self.outside.refused, *self.outside.troubles])]
+
+    @property
+    def knows_why(self) -> bool:
+        """Whether this rank knows a reason for states that cannot be had."""
+        return bool(self._reasons)
+
+    def choose_teller(self, rows: Rows) -> None:
+        """Agree on who says why nothing is restored: the first that knows why, else the first that has least."""
+        who = min(range(len(rows)), key=lambda number: (not rows[number][2], len(keys_of(rows[number]))))
+        self.tells = who == self.rank.number
+
+    def refusal(self, what: str) -> CheckpointError:
+        """The error to raise where all ranks refuse to restore."""
+        return CheckpointError(what) if self.tells else SaidByAnother(what)
+
+    def _error(self, what: str) -> CheckpointError:
+        return self.refusal(what + why) if (why := self.why()) else SaidByAnother(what + _ANOTHER)
 
     def check_reached(self) -> None:
         if self.unreached:
@@ -323,7 +353,7 @@ class _Talk:
     def check_nothing(self, lost: bool, half: str) -> None:
         """Raise CheckpointError unless it is certain that there never was a state."""
         if half:
-            raise CheckpointError(
+            raise self.refusal(
                 f"{half}no snapshot is left{self.why()}: start from the beginning with a fresh process"
             )
         if lost:
@@ -331,8 +361,8 @@ class _Talk:
         self.check_reached()
         if self.refused:
             fits_never = all(OTHER_RANKS in line for line in self.outside.refused)
-            kind = MisfitError if fits_never else CheckpointError
-            raise self._error("there are states, but none that can be had", kind)
+            what = "there are states, but none that can be had"
+            raise MisfitError(what + why) if fits_never and (why := self.why()) else self._error(what)
 
 
 _NEVER_WHOLE = "no snapshot was whole on all ranks yet: the training begins anew"

@@ -95,8 +95,9 @@ class CrashCase(Case):
         """Take the death of one more rank into the case."""
         if finding.rank in self._findings or len(self._findings) >= _MOST_FINDINGS:
             return
-        if finding.step < 0:  # launchers do not know steps
-            finding = replace(finding, step=self._desk.cluster.step_of(finding.rank) + 1)
+        done = self._desk.cluster.step_of(finding.rank)
+        if done >= 0 or (finding.step < 0 and not finding.incarnation):
+            finding = replace(finding, step=done + 1)  # an agent knows better than the launcher
         self._findings[finding.rank] = finding
         self._heard_unix_s[finding.rank] = self._desk.unix_s(now_s)
         self.incarnation = finding.incarnation
@@ -146,7 +147,7 @@ class CrashCase(Case):
                 self._dirty = True
         for rank, finding in self._findings.items():
             state = self._states.get(rank)
-            if state is not None:
+            if state is not None and state.step >= 0:
                 self._findings[rank] = replace(finding, step=state.step + 1)
 
     def probed(self, probes: Sequence[PathProbe], now_s: float) -> None:
@@ -251,8 +252,8 @@ class CrashCase(Case):
             diagnosis,
             now_s,
             {"onset_unix_s": self._desk.unix_s(first_s)},
-            onset_step=step,
-            detected_step=step,
+            onset_step=step if step >= 0 else None,
+            detected_step=step if step >= 0 else None,
             ranks_reporting=cluster.reporting_ranks,
             incarnation=max(self.incarnation, 0),
             cause=cause or (old.cause if old is not None else None),
@@ -311,7 +312,7 @@ class CrashCase(Case):
         """Close the case, as the job runs in a later incarnation; ``recovery`` None: none is known."""
         self.decide(now_s)
         step = self._desk.cluster.newest_step
-        self._finish("relieved", now_s, "closes", relief_step=step, recovery=recovery)
+        self._finish("relieved", now_s, "closes", relief_step=step if step >= 0 else None, recovery=recovery)
 
     def _ask(self, death: Finding, now_s: float) -> None:
         """Ask where the ranks are; of one that died of its own doing only its node, which knows its last step.

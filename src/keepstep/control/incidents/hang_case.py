@@ -51,6 +51,7 @@ class HangCase(Case):
         self._all_wait = False  # the case was opened because all ranks wait, not by a finding
         self._is_usual = False  # they wait no longer than usual: only calls that do not fit are a hang
         self._step = -1
+        self.incarnation = 0  # in which ranks were found stuck, where findings opened the case
         self._tries = 0
         self._sharpened = len(_SHARPEN_S) if incident else 0
         self._asked_s = 0.0
@@ -68,6 +69,7 @@ class HangCase(Case):
         self._stuck[finding.rank] = finding
         self._resumed.discard(finding.rank)
         self._step = max(self._step, finding.step)
+        self.incarnation = max(self.incarnation, finding.incarnation)
         if self.incident is not None:
             self._proof_s = min(self._proof_s, now_s + _PROOF_AGAIN_S)
         if self._first_s is None:

@@ -37,6 +37,11 @@ class OpenCases:
         if self.crash is not None and self.crash.closed:
             self.crash = None
 
+    def ends(self, incarnation: int) -> bool:
+        """Whether the job ends, or this incarnation: by a crash that is not known to be of an earlier one."""
+        crashed = self.crash is not None and not 0 <= self.crash.incarnation < incarnation
+        return crashed or self.ending.under_way
+
     def standstill(self) -> str:
         """Why no rank can be held, and nothing be ordered, now; "" while the job runs."""
         if self.crash is not None or self.ending.under_way:

@@ -319,7 +319,9 @@ class Workers:
         elif has_failed and (
             not failure.late or failure.is_echo
         ):  # else the job was ended, and nobody is to blame
-            self._told(failure)
+            # The launcher's signal is not what a worker with an error of its own has died of.
+            interrupted = failure.rank in self._interrupted
+            self._told(replace(failure, status=1) if interrupted else failure)
 
     def _examine(self, plan: WorkerPlan, pid: int, status: int, failed_s: float) -> Failure:
         stderr, words = self._streams[plan.local_rank].stderr, self._words_of(plan).stderr()

@@ -128,6 +128,11 @@ class Restarts:
             kind=kind[1] if kind else "",
         )
 
+    def step_of(self, rank: int, steps: int) -> int:
+        """The step that a rank was in which made so many in this incarnation (-1: unknown); -1: not known."""
+        loaded = self._loaded.get(rank)
+        return -1 if loaded is None and steps < 1 else (loaded or 0) + max(steps, 0)
+
     def refused(self, cause: Cause) -> Refusal | None:
         """Why the budgets allow no restart for this cause; None: they do, and it is counted."""
         self._causes.append(cause)

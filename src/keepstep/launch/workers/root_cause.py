@@ -211,14 +211,14 @@ def to_blame(failures: Sequence[Failure], left: Sequence[Failure], workers: int)
     return min(left, key=lambda failure: failure.unix_s)
 
 
-def finding(failure: Failure, node: str, incarnation: int) -> Finding:
-    """The failure as evidence for the controller."""
+def finding(failure: Failure, node: str, incarnation: int, step: int) -> Finding:
+    """The failure as evidence for the controller. ``step``: the one that its rank was in; -1: not known."""
     return Finding(
         kind="crash" if failure.status else "exit",
         rank=failure.rank,
         node=node,
         time_s=monotonic_s(failure.unix_s),
-        step=-1,
+        step=step,
         exit_code=failure.exit_code,
         message=failure.message if failure.status else "",
         incarnation=incarnation,

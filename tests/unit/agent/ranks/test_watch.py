@@ -51,6 +51,7 @@ def test_own_time_that_the_job_does_not_feel_is_no_finding() -> None:
 
 def test_a_standstill_in_backward_is_a_hang_once_and_resumes_once() -> None:
     watch = RankWatch(0, "here")
+    watch.incarnation = 2
     now, progress = 0.0, 0
     for step in range(10):
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
@@ -63,6 +64,7 @@ def test_a_standstill_in_backward_is_a_hang_once_and_resumes_once() -> None:
         if finding is not None:
             found.append(finding)
     assert [(one.kind, one.phase, one.step) for one in found] == [("hang", Phase.BACKWARD, 9)]
+    assert found[0].incarnation == 2
     assert 1.0 <= found[0].limit_s <= found[0].stuck_s < 1.2
     after = [
         watch.progress(now + 11 + look, progress + 2 + look, Phase.BACKWARD, 9, False) for look in range(3)

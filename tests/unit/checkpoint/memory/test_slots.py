@@ -60,7 +60,13 @@ def test_all_ranks_go_on_from_the_newest_that_each_has() -> None:
 def test_nothing_is_restored_when_nothing_is_common() -> None:
     with pytest.raises(CheckpointError) as said:
         agree({0: {k(10)}, 1: {k(10, 1)}, 2: set(), 3: set()})
-    assert "ranks 0: step 10 of incarnation 0; ranks 1: step 10 of incarnation 1; ranks 2-3: nothing" in str(
+    lacks = (
+        "(ranks 2-3: nothing (never saved, or lost); ranks 0: step 10 of incarnation 0; ranks 1: step 10 of"
+    )
+    assert lacks in str(said.value)
+    with pytest.raises(CheckpointError) as said:
+        agree({0: {k(10)}, 1: set(), 2: set()}, unreadable={0, 2})
+    assert "(ranks 1: nothing (never saved, or lost); ranks 2: nothing (damaged, or not to be read);" in str(
         said.value
     )
     with pytest.raises(CheckpointError, match="no snapshot is whole on every rank"):

@@ -166,6 +166,36 @@ def test_of_a_rank_that_died_of_its_own_doing_only_its_node_is_asked_and_not_wai
     assert job.only.onset_step == 45
 
 
+def stuck(rank: int, now_s: float, incarnation: int) -> Found:
+    where = f"gpu-{rank // RANKS}"
+    known = {"stuck_s": 32.0, "limit_s": 30.0, "incarnation": incarnation}
+    return Found(Finding("hang", rank, where, now_s, -1, **known))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("incarnation", [0, 1])
+def test_a_hang_after_the_restart_is_another_incident_and_one_before_is_not(incarnation: int) -> None:
+    job = Job()
+    job.dies(2, "ValueError: bad batch")
+    job.wait(GATHER_S + 2.0)
+    for rank in range(NODES * RANKS):
+        job.say(10 + rank // RANKS, stuck(rank, job.now_s, incarnation))
+    job.wait(0.1)
+    if incarnation:
+        job.answer(idle_s=32.0)
+    assert [one.kind for one in job.written.values()] == ["crash", "hang"][: 1 + incarnation]
+    assert [one.status for one in job.written.values()] == ["open"] * (1 + incarnation)
+
+
+def test_the_step_of_a_death_that_no_agent_knows_is_the_launchers_or_the_jobs_newest() -> None:
+    for step in (18, -1):
+        job = Job()
+        job.beat(-1)
+        where = {"exit_code": 137, "incarnation": 1}
+        job.say(1, Found(Finding("crash", 2, "gpu-1", job.now_s, step, **where)))  # type: ignore[arg-type]
+        job.wait(GATHER_S)
+        assert job.only.detected_step == (step if step >= 0 else 39)
+
+
 def test_agents_that_do_not_answer_are_waited_for_a_second() -> None:
     job = Job()
     job.dies(0, TIMED_OUT)

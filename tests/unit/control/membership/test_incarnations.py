@@ -67,7 +67,7 @@ def test_a_death_before_training_began_again_is_another_incident() -> None:
     job = Job()
     job.hear(crash(1, 0), GATHER_S)
     job.hear(crash(1, 1), GATHER_S)
-    assert job.told == [(0, "relieved", None), (1, "open", None)]
+    assert job.told == [(0, "ended", None), (1, "open", None)]
 
 
 def test_a_restart_within_the_first_moment_still_has_its_verdict() -> None:
@@ -84,7 +84,7 @@ def test_what_is_said_late_or_again_changes_nothing() -> None:
     job.hear(crash(2, 1), GATHER_S)
     job.hear(crash(1, 0), GATHER_S)
     job.hear(recovered(1))
-    assert job.told == [(0, "relieved", None), (1, "open", None)]
+    assert job.told == [(0, "ended", None), (1, "open", None)]
 
 
 def test_a_controller_that_begins_anew_goes_on_with_the_open_incident() -> None:

@@ -171,6 +171,19 @@ def test_what_dies_as_the_job_is_ended_is_told_to_nobody(tmp_path: Path) -> None
     alone(main)
 
 
+def test_the_launchers_signal_is_not_what_a_worker_with_an_error_has_died_of(tmp_path: Path) -> None:
+    async def main() -> None:
+        own = LOSES.replace("WORDS", repr("ValueError: boom")).replace("sys.exit(1)", "")
+        stays = f"{own}\nopen(OUT, 'w').close()\n{SLEEPS}"
+        node = Node(tmp_path, stays, loses("ValueError: boom", str(tmp_path / "out-0")))
+        await node.until(lambda: node.failed)
+        await node.end()
+        assert (node.failed, node.told) == ([1], [(0, 1)])
+        assert {one.rank: one.status for one in node.workers.failures} == {0: -signal.SIGTERM, 1: 1}
+
+    alone(main)
+
+
 def test_who_leaves_while_others_train_is_told_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         node = Node(tmp_path, SLEEPS, LEAVES)

@@ -172,7 +172,7 @@ def test_the_report_says_who_left_before_an_echo() -> None:
 
 
 def test_an_early_exit_is_no_crash_to_the_controller() -> None:
-    found = root_cause.finding(LEFT, "gpu-1", 2)
+    found = root_cause.finding(LEFT, "gpu-1", 2, 50)
     assert (found.kind, found.rank, found.exit_code, found.message, found.incarnation) == (
         "exit",
         1,
@@ -180,7 +180,7 @@ def test_an_early_exit_is_no_crash_to_the_controller() -> None:
         "",
         2,
     )
-    crash = root_cause.finding(ECHO, "gpu-1", 2)
+    crash = root_cause.finding(ECHO, "gpu-1", 2, -1)
     assert (crash.kind, crash.exit_code, crash.message) == ("crash", 1, ECHO.message)
 
 
