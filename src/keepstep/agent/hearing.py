@@ -46,10 +46,14 @@ class Hearing:
         processes: Callable[[], Mapping[int, int]],
         gpus: Gpus | None = None,
         rows: LateRows | None = None,
+        incarnation: int = 0,
     ) -> None:
-        """``words``: names, beginnings and paths of streams by rank; ``processes()``: process ids by rank, as now."""
+        """``words``: names, beginnings and paths of streams by rank; ``processes()``: process ids by rank, as now.
+
+        ``incarnation``: in which the ranks write to these streams; they have others in the next one.
+        """
         rows = rows or LateRows()
-        self._node_rank, self._processes = node_rank, processes
+        self._node_rank, self._processes, self._incarnation = node_rank, processes, incarnation
         self._words = WordsSensor(words, rows)
         self._kernel = KernelSensor(kernel_log, rows, gpus)
         self._waiting: list[tuple[int, int, Said]] = []  # by weight, then by order
@@ -88,7 +92,7 @@ class Hearing:
     def again(self) -> Iterator[Words]:
         """What was sent so far, for a new controller."""
         for first in range(0, len(self._told), MOST_SAID):
-            yield Words(self._node_rank, tuple(self._told[first : first + MOST_SAID]))
+            yield self._words_of(tuple(self._told[first : first + MOST_SAID]))
 
     def _hear(self, now_s: float, unix_s: float, *, last: bool) -> None:
         if self._is_deaf:
@@ -129,7 +133,10 @@ class Hearing:
         self._told += lines
         if len(self._told) > _MOST_TOLD:
             del self._told[_MOST_TOLD // 2 : len(self._told) - _MOST_TOLD // 2]
-        return [Words(self._node_rank, lines)]
+        return [self._words_of(lines)]
+
+    def _words_of(self, lines: tuple[Said, ...]) -> Words:
+        return Words(self._node_rank, lines, self._incarnation)
 
 
 def said(rank: int, told: Told, unix_s: float) -> Said:

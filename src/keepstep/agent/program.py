@@ -84,7 +84,8 @@ class Program:
             self._ports,
         )
         self._hearing = Hearing(
-            arguments.node_rank, arguments.words, arguments.kernel_log, self._agent.pids, self._gpus
+            *(arguments.node_rank, arguments.words, arguments.kernel_log, self._agent.pids, self._gpus),
+            incarnation=arguments.incarnation,
         )
         self._obeying = Obeying(self._agent, arguments.node_rank, arguments.run_dir, self._send)
         self._backups = self._started_backups()

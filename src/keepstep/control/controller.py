@@ -270,6 +270,7 @@ class Controller:
             return
         if not join.max_restarts and join.incarnation > self.reforming.incarnation:
             self.cases.incarnation_over(now_s)
+            self.cases.desk.words.begins(join.incarnation)
             self.cluster.begin_again({})  # the launcher of a single node restarts its workers by itself
             self.cases.processes_began(now_s)
         placed = self.rendezvous.join(sender.launcher, join, peer, now_s)
@@ -305,6 +306,7 @@ class Controller:
     def _renew(self, order: Renew, now_s: float) -> None:
         table, before = self.rendezvous.placements, len(self.cluster.nodes)
         self.cases.incarnation_over(now_s)
+        self.cases.desk.words.begins(self.rendezvous.incarnation)
         self.cluster.begin_again({one.node_rank: launcher.node for launcher, one in table.items()})
         self.ending.launchers.update(dict.fromkeys(table))
         how = f"restart {self.reforming.restarts} of {self.rendezvous.max_restarts}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.core.summary import How, Stillness
 
@@ -23,6 +23,8 @@ _SERVED = re.compile(
     r"fuse|request_wait_answer|nfs|rpc_|ceph|cifs|smb|ptlrpc|lustre|osc_|cl_sync|gpfs|beegfs|9p_|p9_|virtio_fs"
     r"|freezer_trap|refrigerator"
 )
+# The kernel's function in which a process waits for a child's end, and the module that waits for what one writes.
+_CHILD_ENDS, _CHILD_WRITES = "(do_wait)", re.compile(r"\((?:.*/)?subprocess\.py:\d+\)")
 _DEBUGGER = re.compile(r"\((?:.*/)?(?:pdb|bdb|ipdb|pudb|pydevd\w*|debugpy)(?:/.*)?\.py:\d+\)", re.MULTILINE)
 
 
@@ -92,7 +94,10 @@ class StillnessJudge:
         if how == "stopped" and last is not None and _did_something(last, now):
             self.judged = None  # the process ran between the two looks
         begun_s = last.at_s if last is not None and how in ("still", "spins") else now.at_s
-        return self._note(how, begun_s, why, now.at_s)
+        judged = self._note(how, begun_s, why, now.at_s)
+        if how == "still" and now.children and self._waits_for_child(now):
+            judged = self.judged = replace(judged, awaits_child=True)
+        return judged
 
     def unread(self, at_s: float, why: str) -> Stillness:
         """Note that the process could not be read, which breaks any proof."""
@@ -133,6 +138,9 @@ class StillnessJudge:
             if now.stack != known:
                 return "moves", "its training thread moves on"
         return "still", _innermost(self._stack) or now.place
+
+    def _waits_for_child(self, now: Activity) -> bool:
+        return _CHILD_ENDS in now.place or _CHILD_WRITES.search(self._stack) is not None
 
     def _computes(self, last: Activity, now: Activity, seconds: float, known: str) -> tuple[How, str]:
         """Whether the training thread spins. ``known``: the frames in which it was at the last look."""

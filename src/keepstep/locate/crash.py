@@ -208,7 +208,7 @@ def _lines(
         after = min(times[rank] for rank in later) - times[first.rank]
         lines.append(f"{_ranks(later)} died {after:.1f} s or more later with errors of their own")
     if waiting:
-        lines.append(f"{_ranks(waiting)} are left waiting in operations")
+        lines.append(f"{_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} left waiting in operations")
     return tuple(lines)
 
 
@@ -369,7 +369,7 @@ def _diagnose_unknown(deaths: _Deaths) -> Diagnosis:
         missing.append(f"states of ranks {fold_ranks(unseen)}")
     lines = [*_ends(deaths, victims)]
     if waiting:
-        lines.append(f"{_ranks(waiting)} are left waiting in operations")
+        lines.append(f"{_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} left waiting in operations")
     reason = f": {first.message[:120]}" if first.message else ""
     summary = f"rank {first.rank} died ({how_it_died(first)}){reason}"
     return Diagnosis("crash", (), tuple(sorted(died | waiting)), tuple(lines), tuple(missing), summary)

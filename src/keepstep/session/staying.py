@@ -143,6 +143,9 @@ class Staying:
         default_group.take_off_prefix()
         if held := held or [one for one in [self._memory.lacking()] if one]:
             self._refuse(f"something outside the training still holds {' and '.join(held)}")
+        for written in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # a script may have closed or replaced it
+                written.flush()  # what was said in this incarnation is of it
         self._out.set()
         self._say(LEFT)
         environment, streams = self._following.get()

@@ -40,7 +40,7 @@ def ears() -> Ears:
 @pytest.fixture
 def hearing(ears: Ears, tmp_path: Path) -> Iterator[Hearing]:
     (tmp_path / "kmsg").touch()
-    made = Hearing(4, {}, str(tmp_path / "kmsg"), dict[int, int])
+    made = Hearing(4, {}, str(tmp_path / "kmsg"), dict[int, int], incarnation=3)
     made._words = cast("Any", ears)
     yield made
     made._kernel.close()
@@ -52,7 +52,7 @@ def told(role: str, number: int, name: str = "") -> Told:
 
 
 def numbers(messages: list[Words]) -> list[int]:
-    assert all(len(one.lines) <= 64 and one.node_rank == 4 for one in messages)
+    assert all(len(one.lines) <= 64 and (one.node_rank, one.incarnation) == (4, 3) for one in messages)
     return [line.number for one in messages for line in one.lines]
 
 

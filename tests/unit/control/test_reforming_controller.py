@@ -24,8 +24,10 @@ from keepstep.wire import (
     Placement,
     RankBeat,
     Refused,
+    Said,
     Seat,
     Stop,
+    Words,
 )
 
 
@@ -66,6 +68,35 @@ def test_all_begin_again() -> None:
     assert sent(stage.say(1, Failed(0, 137, "rank 1 died")), Halt) == [((0, 1, 2), Halt(0))]
     placed = sent(stage.begin_again(), Placement)
     assert [(peers, one.node_rank, one.incarnation) for peers, one in placed] == [((0,), 0, 1), ((1,), 1, 1)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_what_is_read_late_of_the_last_incarnation_is_no_word_of_the_next(restarts: int) -> None:
+    controller = Controller(Settings(nodes=1), locators=stand_ins.PlainLocators())
+
+    def say(peer: int, *messages: Message) -> None:
+        for one in messages:
+            controller.message(peer, one, 10.0)
+
+    def join(incarnation: int) -> Join:
+        return Join("gpu-0", "10.0.0.1", 2, 29500, 0, 1, 1, restarts, incarnation)
+
+    controller.connected(0, "launcher")
+    say(0, Hello("launcher", "gpu-0", 0, 100), join(0))
+    for number in range(2):
+        controller.connected(10 + number, "agent")
+        say(10 + number, Hello("agent", "gpu-0", 0, 200 + number, number, launcher=100))
+    if restarts:
+        say(0, Failed(0, 1, "rank 0: ValueError"), Halted(0, 4000))
+    else:
+        say(0, join(1))
+    assert controller.reforming.incarnation == 1
+    for number, line in enumerate(("ValueError: bad batch", "KeyError: 'x'")):
+        said = Said(number, "py-plain", line, "output", 7, controller.cases.desk.unix_s(10.0))
+        say(10 + number, Words(0, (said,), number))
+    root = controller.cases.desk.words.failure([], range(2)).root
+    assert root is not None
+    assert root.line == "KeyError: 'x'"
 
 
 def test_storage_has_time_to_be_mended() -> None:

@@ -100,6 +100,25 @@ def test_the_frames_of_who_is_still_are_read_once_and_a_debuggers_prompt_is_no_h
     assert (other.judged.how, other.judged.since_s, other.judged.until_s) == ("still", 0.0, 15.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "awaits"),
+    [
+        ({"place": "waits in the kernel (do_wait)"}, True),
+        ({"place": "waits in the kernel (do_wait)", "children": frozenset[int]()}, False),
+        ({"stack": "_communicate (/usr/lib/python3.11/subprocess.py:2115)\nupload (train.py:9)"}, True),
+        ({"stack": "wait (train.py:14)"}, False),
+        ({}, False),  # a data loader's processes are children that nobody waits for
+    ],
+)
+def test_who_waits_for_a_child_that_lives_is_still_and_told_apart(
+    change: dict[str, Any], awaits: bool
+) -> None:
+    judge, look = StillnessJudge(), after(0.0, **change)
+    for at_s in (0.0, 5.0, 12.5):
+        seen = judge.take(after(at_s, look), 5)
+        assert (seen.how, seen.since_s, seen.awaits_child) == ("still", 0.0, awaits)
+
+
 def test_who_was_stopped_and_ran_in_between_is_stopped_anew() -> None:
     looks = [after(2.5 * number, state="T") for number in range(3)]
     assert judged(*looks) == ("stopped", 0.0)

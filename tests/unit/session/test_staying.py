@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import socket
@@ -91,6 +92,24 @@ def test_whatever_it_waits_in_it_is_left_and_begun_again(launcher: Launcher) -> 
     (_, first), second, (incarnation, drawn) = seen
     assert (second, incarnation) == ("finally", "1")
     assert drawn == first  # as a fresh process, which has drawn nothing yet
+
+
+def test_what_was_said_is_written_before_the_next_incarnation_has_other_streams(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[list[str]] = []
+    said = io.StringIO()
+    monkeypatch.setattr(said, "flush", lambda: flushed.append(launcher.heard.copy()))
+    monkeypatch.setattr("sys.stdout", said)
+
+    def train() -> None:
+        if not flushed:
+            launcher.play(again)
+            time.sleep(PATIENCE_S)
+
+    launcher.worker.run(train)
+    assert flushed[0] == []  # before the launcher was told that the training is left
+    assert launcher.heard == [LEFT]
 
 
 def test_a_training_that_handles_every_exception_is_left_all_the_same(launcher: Launcher) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 from statistics import median
 
 from keepstep.core.events import Phase
@@ -135,8 +136,8 @@ class RankWatch:
             device_still_s=device_still_s,
         )
         if stuck is not None:
-            times = {"stuck_s": stuck.stuck_s, "limit_s": stuck.limit_s}
-            return Finding("hang", *seen, **times, phase=phase, incarnation=self.incarnation)
+            found = Finding("hang", *seen, stuck_s=stuck.stuck_s, limit_s=stuck.limit_s, phase=phase)
+            return replace(found, incarnation=self.incarnation)
         if hanging and self.hang.stuck is None:
             return Finding("resumed", *seen, phase=phase, incarnation=self.incarnation)
         return None

@@ -13,7 +13,7 @@ from keepstep.core.events import STEP_PHASES, Phase
 from keepstep.core.finding import Finding
 from keepstep.core.incident import Culprit, Diagnosis, Incident
 from keepstep.core.ranges import fold_ranks
-from keepstep.core.summary import How, RankState
+from keepstep.core.summary import How, RankState, Stillness
 from keepstep.report.wording import who
 
 END_HUNG = "end the hung process"  # the action's name
@@ -114,7 +114,7 @@ def tempered(
     """The diagnosis of a hang, with no more confidence than there is proof, and with what is known of the processes.
 
     A living rank that nobody has seen long enough may go on by itself, so it is blamed with medium confidence at most;
-    with low confidence while it works.
+    with low confidence while it works, or waits for a child process of its own, as for an upload.
     """
     if diagnosis.kind != "hang":
         return diagnosis
@@ -131,12 +131,19 @@ def tempered(
             lines.append(f"rank {state.rank}: {words}")
             culprits.append(culprit)
             continue
-        works = stillness is not None and stillness.how == "moves"
-        if stillness is not None and works:
-            lines.append(f"rank {state.rank} works: {stillness.why}; it may go on by itself")
+        does = "" if stillness is None else _may_go_on(stillness)
+        if does:
+            lines.append(f"rank {state.rank} {does}; it may go on by itself")
             culprit = replace(culprit, cause=culprit.cause.replace("asleep", "at work", 1))
-        culprits.append(replace(culprit, confidence="low" if works else "medium"))
+        culprits.append(replace(culprit, confidence="low" if does else "medium"))
     return replace(diagnosis, culprits=tuple(culprits), evidence=(*diagnosis.evidence, *lines[:3]))
+
+
+def _may_go_on(seen: Stillness) -> str:
+    """What a process does that is no hang, at least not yet; "": nothing."""
+    if seen.how == "moves":
+        return f"works: {seen.why}"
+    return "waits for a child process of its own" if seen.awaits_child else ""
 
 
 def blamed_by(

@@ -59,6 +59,12 @@ class JobWords:
         self._unix_s, self._moved_on_s = unix_s, moved_on_s
         self._since_unix_s: float = 0.0
         self._until_unix_s: float = math.inf
+        # The incarnations that count, as far as they are known: from this one on, and before the other one.
+        self._first: int = 0
+        self._next: float = math.inf
+        self._over: JobWords | None = (
+            None  # words of the incarnation before, until it is known which one begins
+        )
         self._told: dict[str, list[Told]] = {}  # by node
         self._streams: dict[tuple[str, int, str], int] = {}  # numbers of streams, by node, rank and name
         self._lines = self._following = 0
@@ -72,8 +78,7 @@ class JobWords:
         for said in message.lines:
             row, places = _row_of(said.row, said.line)
             rank = None if said.rank == _KERNEL else said.rank
-            is_of_now = self._since_unix_s - _CLOCK_S <= said.unix_s <= self._until_unix_s + _CLOCK_S
-            if row is None or not is_of_now:
+            if row is None or not self._is_of_now(said, message.incarnation):
                 continue
             key = (rank, said.source, said.number, row.name, said.line)
             if key in known or not self._has_room(row, len(lines)):
@@ -96,6 +101,19 @@ class JobWords:
             self._following += row.role in _FOLLOWING
         return self._lines > before
 
+    def _is_of_now(self, said: wire.Said, incarnation: int) -> bool:
+        """Whether a line is of what counts here, however late it was read. ``incarnation``: of its rank; -1: unknown.
+
+        The last lines of a process are read after its end, when the next incarnation may have begun.
+        """
+        is_in_time = self._since_unix_s - _CLOCK_S <= said.unix_s <= self._until_unix_s + _CLOCK_S
+        if incarnation < 0:
+            return is_in_time
+        if incarnation >= self._next:  # of the kernel the next agent may be the first to read
+            return is_in_time and (said.rank == _KERNEL or said.source in KERNEL_SOURCES)
+        is_late = self._next < math.inf and said.unix_s > self._until_unix_s
+        return incarnation >= self._first and (is_in_time or is_late)
+
     def _has_room(self, row: Row, of_node: int) -> bool:
         if row.role in _FOLLOWING and self._following >= _MOST_FOLLOWING:
             return False
@@ -109,7 +127,14 @@ class JobWords:
         over._streams, self._streams = self._streams, {}
         over._lines, over._following = self._lines, self._following
         self._since_unix_s, self._lines, self._following = over._until_unix_s, 0, 0
+        over._first, self._over = self._first, over
         return over
+
+    def begins(self, incarnation: int) -> None:
+        """Tell which incarnation begins: what processes of earlier ones have written does not count for it."""
+        self._first = incarnation
+        if self._over is not None:
+            self._over._next, self._over = incarnation, None
 
     def failure(self, deaths: Collection[tuple[Finding, float]], ranks: Collection[int]) -> Failure:
         """What all words tell, with the last lines of the ranks that died of which nothing else was heard.

@@ -112,6 +112,7 @@ class Words(Message, frozen=True):
 
     node_rank: int
     lines: Annotated[tuple[Said, ...], msgspec.Meta(max_length=MOST_SAID)]
+    incarnation: int = -1  # of the ranks, whenever their lines were read; -1: as a launcher, which reads none
 
 
 class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -36,6 +36,12 @@ def doing(how: How, seconds: float, why: str = "") -> RankState:
     )
 
 
+_AWAITS = replace(
+    doing("still", 5.0), stillness=Stillness("still", 95.0, "", 100.0, awaits_child=True)
+)  # as an upload
+_AWAITED_LONG = Stillness("still", 62.0, "", 100.0, awaits_child=True)
+
+
 @pytest.mark.parametrize(
     ("state", "limit_s", "why"),
     [
@@ -261,6 +267,12 @@ def test_of_several_the_last_one_counts() -> None:
         (doing("still", 5.0), "medium", ""),
         (replace(ASLEEP, stillness=None), "medium", ""),
         (doing("moves", 5.0, "it computes"), "low", "rank 2 works: it computes; it may go on by itself"),
+        (_AWAITS, "low", "rank 2 waits for a child process of its own; it may go on by itself"),
+        (
+            replace(_AWAITS, last_progress_s=61.0, stillness=_AWAITED_LONG),
+            "high",
+            "rank 2: nothing of it has moved",
+        ),
         (replace(ASLEEP, alive=False, process_state=""), "high", ""),
     ],
 )
@@ -272,7 +284,9 @@ def test_nobody_is_blamed_with_more_confidence_than_there_is_proof(
     found = tempered(told, {2: state}, lambda _: finding, PATIENCE)
     assert [one.confidence for one in found.culprits] == [confidence]
     assert found.culprits[0].cause == ("at work in data" if confidence == "low" else "asleep in data")
-    assert found.evidence == (("seen", words) if words else ("seen",))
+    assert found.evidence[0] == "seen"
+    assert len(found.evidence) == (2 if words else 1)
+    assert found.evidence[-1].startswith(words or "seen")
     link = replace(told, culprits=(Culprit(link=_LINK, confidence="high"),))
     assert tempered(link, {2: state}, lambda _: finding, PATIENCE) == link
 

@@ -82,6 +82,45 @@ def test_words_of_an_incarnation_that_is_over_still_explain_its_deaths() -> None
     assert words.failure([], RANKS).cause_class == ""
 
 
+def test_words_are_of_the_incarnation_of_who_wrote_them_whenever_they_are_read() -> None:
+    words = JobWords(lambda now_s: now_s)
+    over = words.begin_again(200.0)
+    words.begins(1)
+
+    def by(incarnation: int, line: str, unix_s: float, rank: int = 0) -> Words:
+        row, source = ("xid-79", "kernel") if rank < 0 else ("py-plain", "output")
+        return Words(0, (Said(rank, row, line, source, 1, unix_s),), incarnation)
+
+    read_late = by(0, "ValueError: of the last", 200.2), by(0, "ValueError: of the last, too", 205.0)
+    for message in read_late:
+        assert over.heard("node-0", message)
+        assert not words.heard("node-0", message)
+    early = by(1, "ValueError: of the next", 200.3)
+    assert not over.heard("node-0", early)
+    assert words.heard("node-0", early)
+    xid = "NVRM: Xid (PCI:0000:9b:00): 79"  # the next agent may be the first to read what the kernel said
+    assert over.heard("node-0", by(1, xid, 200.5, rank=-1))
+    assert not over.heard("node-0", by(1, xid + " again", 203.0, rank=-1))
+    assert not words.heard("node-0", by(0, xid, 200.5, rank=-1))
+    last = words.begin_again(300.0)
+    words.begins(3)  # the controller was away for one
+    assert not last.heard("node-0", by(0, "ValueError: of long ago", 299.5))
+    assert last.heard("node-0", by(2, "ValueError: of the one between", 299.5))
+    assert not words.heard("node-0", by(2, "ValueError: of the one between", 300.5))
+
+
+def test_a_launcher_does_not_say_of_which_incarnation_the_kernel_spoke() -> None:
+    words = JobWords(lambda now_s: now_s)
+    over = words.begin_again(200.0)
+    words.begins(1)
+    xid = "NVRM: Xid (PCI:0000:9b:00): 79"
+    before, since = (Words(0, (Said(-1, "xid-79", xid, "kernel", 0, at),)) for at in (190.0, 210.0))
+    assert over.heard("node-0", before)
+    assert not over.heard("node-0", since)
+    assert not words.heard("node-0", before)
+    assert words.heard("node-0", since)
+
+
 def test_a_node_that_says_without_end_is_cut() -> None:
     words = JobWords(lambda now_s: now_s)
     for first in range(0, 256, 64):
