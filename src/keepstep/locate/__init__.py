@@ -14,6 +14,7 @@ from keepstep.locate._launched import (
     worded,
 )
 from keepstep.locate._paths import with_probes
+from keepstep.locate._steadiness import slow_steps
 from keepstep.locate.blamed_by_words import blame_by_words
 from keepstep.locate.call_gaps import CallStep, boundaries, locate_by_gaps, split
 from keepstep.locate.clock_offsets import SampledClocks, estimate_offsets

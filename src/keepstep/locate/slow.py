@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,13 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Confidence, Culprit, Diagnosis
 from keepstep.core.iteration_table import distinct, table_of
 from keepstep.core.ranges import fold_ranks
+from keepstep.core.slow_steps import UNSTEADY
 from keepstep.core.summary import CPU_CAUSES, HostCause, IterationSummary
 from keepstep.locate._arrivals import arrival_evidence
 from keepstep.locate._between_calls import slow_host
+from keepstep.locate._growth import MIN_RATIO, Growth, growth_against_peers, growth_since
 from keepstep.locate._held_by_host import waits_grown
-from keepstep.locate._profile import Floats, Ints, Profile, profile
+from keepstep.locate._profile import Floats, Ints
 from keepstep.locate._slow_links import (
     SlowLinks,
     blame_links,
@@ -31,93 +33,27 @@ from keepstep.locate._slow_links import (
     transfers_since,
 )
 from keepstep.locate._stages import chains
-from keepstep.locate.infer import InferredLayout, layout_of
+from keepstep.locate._steadiness import slowest_in_turn_s, steady_ranks
+from keepstep.locate.infer import layout_of
 
-MIN_RATIO = 1.08  # least growth of a slow rank's self time, beyond what all ranks share
 MIN_PEER_RATIO = 1.15  # least ratio of a slow rank's self time to its peers', when there is no healthy time
 MIN_SHARE = 0.3  # least part of the job's slowdown that the worst rank must account for
 MIN_JOB_SLOWDOWN = 1.03
 _ENOUGH_SHARE = 0.6  # part of the slowdown from which on there is no need to look at links
 _NOISE_FACTOR = 3.0  # standard errors by which a slow rank must have grown
 _MOST_NOISE = 0.12  # part of self time: even more noise must not hide a rank that explains the slowdown
+_EVEN_NOISE = 0.05  # part of self time: work that differs by more from step to step is uneven
 _USUAL_NOISE = 0.02  # part of self time that is assumed where too few iterations show the noise
-# Part of an iteration. A link is blamed if it explains 15 % of that, which is 3 % of an iteration.
-_LOST = 0.2
 _ENOUGH_RANKS = 8  # fewer do not show how far ranks differ by chance
 _FAR = 6.0  # robust standard deviations of all ranks' growth
 _LEAST_SPREAD = 0.003  # smallest standard deviation of all ranks' growth that is believed
 _MAX_CULPRITS = 64
-_MOST_HOST = (
-    0.5  # part of the growth by which a host is further ahead, if its GPU has grown slower and not it
-)
 _HOST_EXPLAINS = 0.5  # part of a rank's growth that a host cause must account for to be named as the cause
 _MOST_UNSEEN = 0.5  # part of a GPU's growth that may be waiting in collectives which did not block its stream
 _LEAST_WAIT = 0.25  # part of a GPU's growth that another rank must wait longer, if it slows the job down
 _SURE_RATIO = 1.1  # growth of a rank's own time that is not taken for noise on a busy machine
+_TOO_FEW = "more iterations: in few that differ a rank may be the slow one by chance"
 _LEAST_HOST_SHARE = 0.05  # part of a rank's time; a smaller loss to a host cause is not mentioned
-
-
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """How the times of each rank changed; arrays of shape (ranks,)."""
-
-    before: Profile | None  # None when there is no healthy time: then peers are the measure
-    after: Profile
-    base_s: Floats  # the healthy self time, the rank's own or that of its peers
-    gain_s: Floats  # growth of self time
-    ratio: Floats  # self time now over the healthy one
-    common: float  # the ratio that all ranks share
-    slowdown_s: float  # how much longer an iteration of the job takes
-    job_before_s: float
-    job_after_s: float
-
-    @property
-    def ranks(self) -> Ints:
-        return self.after.ranks
-
-    @property
-    def on_gpu(self) -> NDArray[np.bool_]:
-        """Whose times are those of the rank's GPU."""
-        return self.after.ahead_s >= 0
-
-    @property
-    def follows_host(self) -> NDArray[np.bool_]:
-        """Which ranks' GPUs wait for their hosts, if they are slower.
-
-        A host that is an iteration ahead keeps no GPU waiting. Else the GPU's work goes on for as long after the host
-        has called all of it as the host was ahead: if that has not grown with the own time, the host has. A host whose
-        CPU is shared is at times less far ahead, so that the iteration with the most shows growth, too.
-        """
-        after, before = self.after, self.before
-        if before is None:
-            slow = after.ahead_s < _MOST_HOST * after.self_s
-        else:
-            grown = np.maximum(
-                after.ahead_s - np.minimum(before.ahead_s, before.duration_s),
-                after.most_ahead_s - np.minimum(before.most_ahead_s, before.duration_s),
-            )
-            slow = (grown < _MOST_HOST * self.gain_s) & (before.ahead_s >= 0)
-        return self.on_gpu & slow & (after.ahead_s < after.duration_s)
-
-    @property
-    def share(self) -> Floats:
-        """Each rank's gain of self time over the job's slowdown."""
-        return self.gain_s / max(self.slowdown_s, 1e-9)
-
-    @property
-    def lost_s(self) -> float:
-        """The time of which a link must explain a part; without a healthy time, at least a fifth of an iteration."""
-        return self.slowdown_s if self.before is not None else max(self.slowdown_s, _LOST * self.job_after_s)
-
-    @property
-    def share_of_all(self) -> float:
-        """The part of the job's growth that is common to all ranks; 0 when there is hardly any.
-
-        Ratios, not seconds: when all ranks take twice as long, so do the bubbles between them.
-        """
-        if self.common < MIN_RATIO:
-            return 0.0
-        return (self.common - 1.0) / max(self.job_after_s / self.job_before_s - 1.0, 1e-9)
 
 
 def locate_slow(evidence: Evidence) -> Diagnosis:
@@ -133,15 +69,16 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
     silent = sorted(set(evidence.nodes).difference(distinct(after.column("rank")).tolist()))
     missing = (f"profiles of ranks {fold_ranks(silent)}: the cause may lie there",) if silent else ()
     layout = functools.cache(lambda: layout_of(evidence))
-    growth = _growth_since(before, after) if len(before) else _growth_against_peers(after, layout())
+    growth = growth_since(before, after) if len(before) else growth_against_peers(after, layout())
     if growth is None:
         return _unknown((), (*missing, "iterations of the same ranks before and after"))
     if growth.before is not None and growth.job_after_s < MIN_JOB_SLOWDOWN * growth.job_before_s:
         fact = f"iterations take {growth.job_before_s * 1e3:.0f} -> {growth.job_after_s * 1e3:.0f} ms"
         return _unknown((fact,), missing, "the job is not slower in the given iterations")
     evidence = replace(evidence, causes=_that_explain(growth, evidence.causes))
-    chosen = _awaited(growth, _that_computed(evidence, growth, _slow_ranks(growth)))
-    if len(chosen) == 0 and silent:
+    slow = _slow_ranks(growth)
+    chosen = _awaited(growth, _that_computed(evidence, growth, slow))
+    if starved := len(chosen) == 0 and bool(silent):
         chosen = _starved(growth, evidence.causes)
     explained = float(growth.share[chosen].max(initial=0.0))
     links = SlowLinks()
@@ -156,6 +93,11 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
         links = blame_links(apart, evidence, growth.lost_s)
     if explained < MIN_SHARE and explained < links.share:
         chosen = chosen[:0]
+    surely, turns = chosen, tuple[str, ...]()
+    if not starved:
+        chosen, surely, turns = _steady(growth, after, slow, chosen)
+    if turns and not len(chosen):
+        return _unknown(turns, (*missing, "iterations in which one rank is the slow one"), UNSTEADY)
     if len(chosen) == 0 and not links.culprits:
         nobody = _nobody(growth, links, missing, evidence.causes)
         torchs = [group for group in evidence.groups.values() if not group.is_communicator]
@@ -166,51 +108,11 @@ def locate_slow(evidence: Evidence) -> Diagnosis:
     if len(chosen):
         few = before if len(before) else after
         stages = layout().stages if evidence.layout else chains(few.newest_steps()).stages
-    return _diagnosis(evidence, growth, chosen, stages, links, missing)
+    diagnosis = _diagnosis(evidence, growth, chosen, stages, links, missing)
+    return diagnosis.doubted(_TOO_FEW, {None, *growth.ranks[surely].tolist()})
 
 
-def _growth_against_peers(after: Sequence[IterationSummary], layout: InferredLayout) -> _Growth:
-    """The growth of each rank over its peers, for want of a healthy time."""
-    now = profile(after)
-    base = _peer_base(now, layout)
-    gain = now.self_s - base
-    job = float(np.median(now.duration_s))
-    slowdown = max(float(gain.max(initial=0.0)), 1e-9)
-    ratio = now.self_s / np.maximum(base, 1e-9)
-    return _Growth(None, now, base, gain, ratio, 1.0, slowdown, job - slowdown, job)
-
-
-def _growth_since(before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> _Growth | None:
-    """The growth of the ranks that have iterations both before and after; None when there is none."""
-    then, now = profile(before), profile(after)
-    shared = np.intersect1d(then.ranks, now.ranks)
-    if len(shared) == 0:
-        return None
-    then, now = then.at(shared), now.at(shared)
-    ratio = now.self_s / np.maximum(then.self_s, 1e-9)
-    # Victims do not grow, and up to a third of the ranks may be slow themselves: a low quantile is what all share.
-    common = max(1.0, float(np.quantile(ratio, 0.3, method="lower")))
-    job_before, job_after = float(np.median(then.duration_s)), float(np.median(now.duration_s))
-    slowdown = max(job_after - job_before, 1e-9)
-    gain = now.self_s - then.self_s
-    return _Growth(then, now, then.self_s, gain, ratio, common, slowdown, job_before, job_after)
-
-
-def _peer_base(now: Profile, layout: InferredLayout) -> Floats:
-    """For each rank the lower median of self time among the ranks of its pipeline stage.
-
-    Who has no known stage in a pipeline has no known peers, and is its own measure.
-    """
-    stage = np.array([layout.stages.get(int(rank), -1) for rank in now.ranks])
-    base: Floats = np.zeros(len(stage))
-    for index in np.unique(stage):
-        here = stage == index
-        alone = index < 0 and len(layout.stages) > 0
-        base[here] = now.self_s[here] if alone else np.quantile(now.self_s[here], 0.5, method="lower")
-    return base
-
-
-def _slow_ranks(growth: _Growth) -> Ints:
+def _slow_ranks(growth: Growth) -> Ints:
     """Positions of the ranks whose own time explains the slowdown, worst first."""
     over_common = growth.gain_s - (growth.common - 1.0) * growth.base_s
     noise = growth.after.noise_s if growth.before is None else growth.before.noise_s
@@ -234,7 +136,7 @@ def _slow_ranks(growth: _Growth) -> Ints:
     return positions[np.argsort(-over_common[positions], kind="stable")][:_MAX_CULPRITS]
 
 
-def _awaited(growth: _Growth, chosen: Ints) -> Ints:
+def _awaited(growth: Growth, chosen: Ints) -> Ints:
     """The chosen ranks, or none if no other rank waits longer than before.
 
     What a GPU takes longer for while it would wait anyway slows nobody down.
@@ -246,7 +148,7 @@ def _awaited(growth: _Growth, chosen: Ints) -> Ints:
     return chosen if longer >= _LEAST_WAIT * float(growth.gain_s[chosen].max()) else chosen[:0]
 
 
-def _that_computed(evidence: Evidence, growth: _Growth, chosen: Ints) -> Ints:
+def _that_computed(evidence: Evidence, growth: Growth, chosen: Ints) -> Ints:
     """The chosen ranks without those that were in collectives for as much longer, waiting for others of them.
 
     What blocked their streams explains such a wait only in part, as messages have blocked them, too. A rank that waits
@@ -261,7 +163,27 @@ def _that_computed(evidence: Evidence, growth: _Growth, chosen: Ints) -> Ints:
     return chosen[(unseen_s < _MOST_UNSEEN * gain_s) & holds_up]
 
 
-def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
+def _steady(
+    growth: Growth, after: Sequence[IterationSummary], slow: Ints, chosen: Ints
+) -> tuple[Ints, Ints, tuple[str, ...]]:
+    """The chosen ranks that are slow in most slow iterations, those that surely are, and lines on the others."""
+    ranks, base_s = growth.ranks, dict(zip(growth.ranks.tolist(), growth.base_s.tolist(), strict=True))
+    slow_s = (growth.job_before_s + growth.job_after_s) / 2 if growth.before is not None else 0.0
+    if not len(chosen):
+        known = growth.before is not None and growth.share_of_all < _ENOUGH_SHARE
+        longer_s = slowest_in_turn_s(after, base_s, slow_s) if known else 0.0
+        return chosen, chosen, (UNSTEADY,) if longer_s >= _ENOUGH_SHARE * growth.slowdown_s else ()
+    some = (ranks[slow].tolist(), ranks[chosen].tolist())
+    before = growth.before
+    middle_s = float(np.median(growth.base_s))
+    usual_s = float(np.median(before.noise_s)) if before is not None else 0.0
+    usual_s = min(max(usual_s, _USUAL_NOISE * middle_s), _EVEN_NOISE * middle_s)
+    steady, surely, turns = steady_ranks(after, base_s, *some, slow_s, usual_s)
+    kept, sure = (np.array([rank in those for rank in some[1]], np.bool_) for those in (steady, surely))
+    return chosen[kept], chosen[sure], turns
+
+
+def _alone(growth: Growth, over_common: Floats) -> NDArray[np.bool_]:
     """Mask of ranks that grew by little, but by as much as the job, and by far more than chance explains."""
     if len(growth.ranks) < _ENOUGH_RANKS:
         return np.zeros(len(growth.ranks), np.bool_)
@@ -274,13 +196,13 @@ def _alone(growth: _Growth, over_common: Floats) -> NDArray[np.bool_]:
     )
 
 
-def _that_explain(growth: _Growth, causes: Sequence[HostCause]) -> tuple[HostCause, ...]:
+def _that_explain(growth: Growth, causes: Sequence[HostCause]) -> tuple[HostCause, ...]:
     """The causes without those that keep a host from its work while its GPU has enough of it."""
     ahead = set(growth.ranks[growth.on_gpu & ~growth.follows_host].tolist())
     return tuple(one for one in causes if one.cause not in CPU_CAUSES or one.rank not in ahead)
 
 
-def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
+def _starved(growth: Growth, causes: Sequence[HostCause]) -> Ints:
     """Positions of all ranks, if a cause that an agent saw explains the growth of each.
 
     Then all ranks that reported are slow alike, and the ranks that are not slow did not report.
@@ -292,7 +214,7 @@ def _starved(growth: _Growth, causes: Sequence[HostCause]) -> Ints:
     return np.arange(len(growth.ranks) if explained else 0)
 
 
-def _by_witnesses(nobody: Diagnosis, evidence: Evidence, growth: _Growth) -> Diagnosis:
+def _by_witnesses(nobody: Diagnosis, evidence: Evidence, growth: Growth) -> Diagnosis:
     """The diagnosis with whom other witnesses name, where waiting cannot be told from work.
 
     On a device's backend a victim's own time grows as the culprit's does, and transfers have no times. Where waits are
@@ -315,7 +237,7 @@ def _by_witnesses(nobody: Diagnosis, evidence: Evidence, growth: _Growth) -> Dia
     return replace(nobody, culprits=culprits, victims=victims, evidence=told, summary=summary)
 
 
-def _held_up(evidence: Evidence, growth: _Growth) -> tuple[Culprit, ...]:
+def _held_up(evidence: Evidence, growth: Growth) -> tuple[Culprit, ...]:
     """The few ranks of which an agent saw a cause that explains the slowdown."""
     known = set(growth.ranks.tolist())
     graver = [
@@ -337,7 +259,7 @@ def _held_up(evidence: Evidence, growth: _Growth) -> tuple[Culprit, ...]:
 
 def _diagnosis(
     evidence: Evidence,
-    growth: _Growth,
+    growth: Growth,
     chosen: Ints,
     stages: Mapping[int, int],
     links: SlowLinks,
@@ -362,7 +284,7 @@ def _diagnosis(
 
 
 def _culprit(
-    evidence: Evidence, growth: _Growth, position: int, stages: Mapping[int, int], last: bool
+    evidence: Evidence, growth: Growth, position: int, stages: Mapping[int, int], last: bool
 ) -> Culprit:
     """The rank at ``position`` as a culprit. ``last``: whether it arrives after its peers, as a slow rank does."""
     rank = int(growth.ranks[position])
@@ -392,7 +314,7 @@ def _culprit(
     return Culprit(rank, None, node, stage, ratio, confidence, cause, "; ".join(details))
 
 
-def _stage_and_cause(growth: _Growth, position: int) -> tuple[str, str]:
+def _stage_and_cause(growth: Growth, position: int) -> tuple[str, str]:
     """Where in the step the rank's own time grew, and the cause that this suggests."""
     if growth.on_gpu[position] and not growth.follows_host[position]:
         return "", "compute on the GPU"
@@ -425,7 +347,7 @@ def _host_cause(evidence: Evidence, rank: int) -> HostCause | None:
     return worst if worst is not None and worst.share >= _LEAST_HOST_SHARE else None
 
 
-def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
+def _self_evidence(growth: Growth, chosen: Ints) -> list[str]:
     """Lines on how the self time of the slow ranks and of the others has grown."""
     lines: list[str] = []
     for position in chosen[:3]:
@@ -446,7 +368,7 @@ def _self_evidence(growth: _Growth, chosen: Ints) -> list[str]:
     return lines
 
 
-def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
+def _victims(growth: Growth, blamed: set[int]) -> tuple[int, ...]:
     """Ranks that wait longer than before and are not blamed."""
     if growth.before is None:
         waits_more = growth.after.blocked_s >= 0.1 * growth.job_after_s
@@ -456,7 +378,7 @@ def _victims(growth: _Growth, blamed: set[int]) -> tuple[int, ...]:
 
 
 def _nobody(
-    growth: _Growth, links: SlowLinks, missing: tuple[str, ...], causes: Sequence[HostCause]
+    growth: Growth, links: SlowLinks, missing: tuple[str, ...], causes: Sequence[HostCause]
 ) -> Diagnosis:
     """The diagnosis when nobody can be named: all ranks are slower alike, or the cause is unknown."""
     evidence = list(links.evidence)

@@ -12,9 +12,9 @@ from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
 from keepstep.core.summary import GroupInfo, HostCause, IterationSummary, StreamSummary
 from keepstep.locate import locate_slow, waits_recorded
+from keepstep.locate._growth import peer_base
 from keepstep.locate._profile import profile
 from keepstep.locate.infer import InferredLayout
-from keepstep.locate.slow import _peer_base
 
 RANKS = 4
 GROUPS = {
@@ -198,4 +198,4 @@ def test_a_rank_whose_pipeline_stage_is_not_known_is_not_compared() -> None:
     ranks, own_s = (0, 1, 2, 3), {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}
     layout = InferredLayout({}, {1: 0, 2: 1}, 2)
     now = profile([IterationSummary(rank, 5, 0.0, 0.3, own_s[rank], 0.1, ahead_s=0.1) for rank in ranks])
-    assert _peer_base(now, layout).tolist() == pytest.approx([0.1, 0.1, 0.1, 0.2])
+    assert peer_base(now, layout).tolist() == pytest.approx([0.1, 0.1, 0.1, 0.2])

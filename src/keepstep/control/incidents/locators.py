@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Culprit, Diagnosis
 from keepstep.core.node_clocks import Clocks
+from keepstep.core.slow_steps import SlowSteps
 from keepstep.core.summary import ClockSample, GroupInfo, IterationSummary, PathProbe, RankState
 from keepstep.core.told import Failure
 
@@ -53,6 +54,19 @@ class Locators:
         ``stages``: pipeline stages by rank. ``healthy``: own times in seconds that ranks have while nothing is slow.
         """
         return _locate().without_hidden_waits(evidence, stages, healthy)
+
+    def slow_steps(
+        self,
+        rows: Sequence[IterationSummary],
+        base_s: Mapping[int, float],
+        blamed: Collection[int],
+        slow_s: float,
+    ) -> Mapping[int, SlowSteps]:
+        """In which iterations of ``slow_s`` or longer blamed ranks were clearly slower than all ranks but these.
+
+        ``base_s``: the own times that ranks would have, in seconds.
+        """
+        return _locate().slow_steps(rows, base_s, blamed, slow_s)
 
     def sharpen(self, evidence: Evidence, diagnosis: Diagnosis) -> Diagnosis:
         """The diagnosis of ``slow``, refined by what the blocks in the evidence tell."""

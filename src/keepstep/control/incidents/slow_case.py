@@ -25,11 +25,13 @@ from keepstep.control.incidents.slow_evidence import (
     LARGE_WORLD,
     Healthy,
     LateCauses,
+    firmness,
     is_block,
     job_pace_s,
     lost_s,
     measured_culprits,
     middle_s,
+    middle_step,
     newest_pace_s,
     ratios_of,
     silent_in_words,
@@ -39,7 +41,8 @@ from keepstep.control.incidents.slow_evidence import (
 )
 from keepstep.core.evidence import Evidence
 from keepstep.core.finding import Finding
-from keepstep.core.incident import Action, Culprit, Diagnosis, Event, Incident
+from keepstep.core.incident import Action, Diagnosis, Event, Incident
+from keepstep.core.slow_steps import UNSTEADY
 from keepstep.core.summary import IterationSummary, PathProbe
 from keepstep.core.validation import Validation
 from keepstep.report.validation import in_a_line
@@ -112,7 +115,7 @@ class SlowCase(Case):
     @property
     def onset_step(self) -> int:
         """The median of the onsets that the ranks have reported."""
-        return _middle(self._onsets)
+        return middle_step(self._onsets)
 
     def takes(self, finding: Finding) -> bool:
         """Whether a ``slow`` finding is about this slowdown: it has a similar onset, or one until the detection."""
@@ -162,7 +165,7 @@ class SlowCase(Case):
         if len(self._relief_steps) < _MOST_ONSETS:
             self._relief_steps[finding.onset_step] += 1
         if 2 * len(self._relieved) > max(len(self._slow), 1):
-            self._close(_middle(self._relief_steps), now_s)
+            self._close(middle_step(self._relief_steps), now_s)
         elif self.question is None:
             self._ask_for_relief(now_s)
 
@@ -199,7 +202,7 @@ class SlowCase(Case):
         if self._checks_relief:
             self._checks_relief, pace_s = False, job_pace_s(rows)
             if pace_s is not None and self._before and pace_s < self._middle_pace_s():
-                self._close(_middle(self._relief_steps), now_s)
+                self._close(middle_step(self._relief_steps), now_s)
             return
         # Imported here, as the controller starts without numpy.
         from keepstep.core.iteration_table import between, column, distinct, table_of
@@ -280,7 +283,7 @@ class SlowCase(Case):
         if self._relieved and newest > self._checked_step:
             self._ask_for_relief(now_s)
             return
-        in_doubt = self.incident is not None and _firmness(self.incident.culprits) <= 1
+        in_doubt = self.incident is not None and firmness(self.incident.culprits) <= 1
         if self._looks and not self._validated and self._suspects and in_doubt:
             self._validated = self._desk.validations.begin(
                 self._suspects, self.validated, lambda: self.closed, now_s
@@ -340,7 +343,7 @@ class SlowCase(Case):
             return
         self._checks_relief, self._checked_step = True, self._desk.cluster.newest_step
         last = max(self._checked_step, *self._relief_steps) + 1
-        self.question = self._desk.agents.ask_profiles(_middle(self._relief_steps), last, now_s)
+        self.question = self._desk.agents.ask_profiles(middle_step(self._relief_steps), last, now_s)
 
     def _confirmed(self, before: Sequence[IterationSummary], after: Sequence[IterationSummary]) -> bool:
         grown = ratios_of(before, after, "duration_s")
@@ -371,12 +374,15 @@ class SlowCase(Case):
                 return
         before_s = job_pace_s(before) or middle_s(self._before)
         after_s = job_pace_s(after) or middle_s(self._after)
-        if not self._validated and _firmness(diagnosis.culprits) <= 1:
+        turns = diagnosis.summary == UNSTEADY  # then no device is tested, and nobody stays blamed
+        if turns:
+            self._suspects = ()
+        elif not self._validated and firmness(diagnosis.culprits) <= 1:
             slowdown_s = after_s - before_s if after_s and before_s else 0.0
             self._suspects = suspects_of(desk.cluster, after, diagnosis.culprits, slowdown_s)
         old = self.incident
-        firmer = old is not None and _firmness(old.culprits) > _firmness(diagnosis.culprits)
-        if firmer and not self._cleared:
+        firmer = old is not None and firmness(old.culprits) > firmness(diagnosis.culprits)
+        if firmer and not self._cleared and not turns:
             return  # the earlier diagnosis is firmer: the newest steps may be healthy again in part
         missing = (*diagnosis.missing, *silent_in_words(unanswered))
         self._conclude(
@@ -403,7 +409,7 @@ class SlowCase(Case):
         try:
             diagnosis = locators.probed(locators.slow(evidence), self._probes)
             self._waits_recorded = locators.waits_recorded(evidence)
-            if not evidence.blocks:
+            if not evidence.blocks or diagnosis.summary == UNSTEADY:
                 return self._as_sure_as_may_be(diagnosis)
             sharper = locators.sharpen(evidence, diagnosis)
             self._cleared = bool(diagnosis.culprits) and not sharper.culprits
@@ -481,20 +487,3 @@ class SlowCase(Case):
             self._pace_since = (step, now_s)
         elif step - self._pace_since[0] >= _QUIET_STEPS and now_s - self._pace_since[1] >= _QUIET_STEPS:
             self._close(self._pace_since[0], now_s)
-
-
-def _firmness(culprits: Sequence[Culprit]) -> int:
-    """How sure the first culprit is, from 1 (low, or a path that is not known) to 3; 0 without a culprit."""
-    if not culprits or (culprits[0].rank is None and culprits[0].link is None):
-        return len(culprits[:1])
-    return 1 + ("low", "medium", "high").index(culprits[0].confidence)
-
-
-def _middle(steps: Counter[int]) -> int:
-    """The median of counted steps; -1 for none."""
-    half, seen = sum(steps.values()) / 2, 0
-    for step in sorted(steps):
-        seen += steps[step]
-        if seen >= half:
-            return step
-    return -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -183,3 +184,20 @@ def ratios_of(
 def middle_s(times: Sequence[float]) -> float | None:
     """The median of some times; None without any."""
     return median(times) if times else None
+
+
+def firmness(culprits: Sequence[Culprit]) -> int:
+    """How sure the first culprit is, from 1 (low, or a path that is not known) to 3; 0 without a culprit."""
+    if not culprits or (culprits[0].rank is None and culprits[0].link is None):
+        return len(culprits[:1])
+    return 1 + ("low", "medium", "high").index(culprits[0].confidence)
+
+
+def middle_step(steps: Counter[int]) -> int:
+    """The median of counted steps; -1 for none."""
+    half, seen = sum(steps.values()) / 2, 0
+    for step in sorted(steps):
+        seen += steps[step]
+        if seen >= half:
+            return step
+    return -1

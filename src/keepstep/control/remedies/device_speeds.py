@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from keepstep.control.cluster import Node
 from keepstep.core.incident import Culprit
 from keepstep.core.microbatch_shares import Split, equal_shares
+from keepstep.core.slow_steps import SlowSteps
 from keepstep.core.summary import PeerTraffic
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class Look:
     stages: Mapping[int, int] | None = None  # pipeline stages by rank; None: not known
     # Bytes of an iteration by pair of nodes, from the operations of ranks.
     volumes: Mapping[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    # In which iterations blamed ranks were the slow ones; None: not looked at.
+    slow_steps: Mapping[int, SlowSteps] | None = None
+
+    def may_be_moved(self, rank: int) -> bool:
+        """Whether a blamed rank is the slow one steadily enough to move or exclude its node."""
+        return self.slow_steps is None or (rank in self.slow_steps and self.slow_steps[rank].may_be_moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from keepstep.control.incidents.case import Desk
 from keepstep.control.remedies.device_speeds import Look
-from keepstep.control.remedies.moves import Move, culprits_of
+from keepstep.control.remedies.moves import Move, culprits_of, movable_culprits
 from keepstep.core.errors import UsageError
+from keepstep.core.incident import Culprit
 from keepstep.core.summary import PathProbe, PeerTraffic
 from keepstep.core.validation import Validation
 from keepstep.validate.judge import SLOW_SHARE, link_speeds, link_transports
@@ -137,7 +138,7 @@ class Relocation(Move):
         return self._blamed(cases) is not None
 
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
-        return self._blamed(cases) is not None or len(self._slow_nodes(cases)) > 1
+        return self._blamed(cases) is not None or len(self._slow_nodes(culprits_of(cases))) > 1
 
     def remedy(self, look: Look) -> Remedy | None:
         self._found = None
@@ -148,7 +149,7 @@ class Relocation(Move):
         """The remedy that brings slow nodes together in few replicas, and there in few stages."""
         from keepstep.mitigate import Remedy, consolidation_of
 
-        slow = self._slow_nodes(look.cases)
+        slow = self._slow_nodes(movable_culprits(look))
         if look.replicas is None or look.stages is None or len(slow) < 2:
             return None
         ranks = {rank: node.ranks for rank, node in self._desk.cluster.nodes.items()}
@@ -338,11 +339,11 @@ class Relocation(Move):
         links = (one.link.nodes for one in culprits_of(cases) if one.link is not None)
         return next((one for one in links if set(one) <= ranks.keys() and one[0] != one[1]), None)
 
-    def _slow_nodes(self, cases: Sequence[SlowCase]) -> dict[int, float]:
+    def _slow_nodes(self, culprits: Sequence[Culprit]) -> dict[int, float]:
         """How many times as long the blamed nodes take, by node rank."""
         ranks = self._rank_of()
         found: dict[int, float] = {}
-        for one in culprits_of(cases):
+        for one in culprits:
             if one.rank is not None and one.confidence != "low" and one.slowdown > 1 and one.node in ranks:
                 node = ranks[one.node]
                 found[node] = max(found.get(node, 1.0), one.slowdown)

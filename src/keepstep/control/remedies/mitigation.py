@@ -22,6 +22,7 @@ from keepstep.control.remedies.exchange import TOPOLOGY, Relocation
 from keepstep.control.remedies.moves import Move, Moved, shares_in_words
 from keepstep.control.remedies.ordered_shares import LATE_STEPS, OrderedShares
 from keepstep.control.remedies.replacement import Replacement
+from keepstep.control.remedies.steadiness import Steadiness
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import LEAST_GAIN, REPLACEMENT, Action
 from keepstep.core.summary import PathProbe
@@ -71,6 +72,7 @@ class Mitigation:
         self._cases: Sequence[SlowCase] = ()
         self._undecided = False  # a slowdown has no verdict yet
         self._slow_ranks, self._check_ups, self._healthy = SlowRanks(), 0, HealthyRanks()
+        self._steadiness = Steadiness(desk)
         self._relocation, self._replacement = Relocation(desk), Replacement(desk)
         self._moves: dict[str, Move] = {one.name: one for one in (self._relocation, self._replacement)}
         self._moved: Moved | None = None  # a move that was ordered, until its effect is measured
@@ -86,6 +88,7 @@ class Mitigation:
         self.shares.begin_again()
         self._looked_step, self._formed_step = -1, self._desk.cluster.newest_step
         self._slow_ranks, self._healthy = SlowRanks(), HealthyRanks()
+        self._steadiness = Steadiness(self._desk)
         self._check_ups = _CHECK_UPS if self._formed_step >= 0 else 0
         self.question, self._expected, self._counted_step = None, None, None
         self._even_looks = self._unfit_looks = 0
@@ -166,11 +169,7 @@ class Mitigation:
         import numpy as np
 
         # Imported here, as the controller starts without numpy.
-        from keepstep.core.iteration_table import (
-            between,
-            column,
-            table_of,
-        )
+        from keepstep.core.iteration_table import between, column, table_of
         from keepstep.mitigate import measure, rank_seconds, volumes
 
         cluster, locators = self._desk.cluster, self._desk.locators
@@ -194,6 +193,7 @@ class Mitigation:
             self._saw(self._moved, iteration_s)
         elif replicas is not None or not self.shares.in_force:
             look = Look(self._cases, traffic, replicas, 0.0, iteration_s, self.shares.splits)
+            look = replace(look, slow_steps=self._steadiness.look(rows, look, self._healthy))
             if self._relocation.blames_link(self._cases):
                 node_of = {rank: number for number, node in cluster.nodes.items() for rank in node.ranks}
                 look = replace(look, volumes=volumes(rows, groups, node_of))

@@ -102,6 +102,11 @@ def culprits_of(cases: Sequence[SlowCase]) -> list[Culprit]:
     return [one for case in cases if case.incident is not None for one in case.incident.culprits]
 
 
+def movable_culprits(look: Look) -> list[Culprit]:
+    """All culprits, without ranks that are not, or no longer, the slow ones in most iterations."""
+    return [one for one in culprits_of(look.cases) if one.rank is None or look.may_be_moved(one.rank)]
+
+
 def shares_in_words(shares: Sequence[int]) -> str:
     """Shares in a line: ``13 to replicas 0-2, 7 to replica 3``."""
     by_share: dict[int, list[int]] = {}

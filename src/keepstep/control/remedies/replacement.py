@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.control.remedies.device_speeds import Look
-from keepstep.control.remedies.moves import Move, culprits_of
-from keepstep.core.incident import REPLACEMENT
+from keepstep.control.remedies.moves import Move, culprits_of, movable_culprits
+from keepstep.core.incident import REPLACEMENT, Action, Culprit
 from keepstep.core.ranges import fold_nodes
 
 if TYPE_CHECKING:
@@ -27,14 +27,15 @@ class Replacement(Move):
     def __init__(self, desk: Desk) -> None:
         super().__init__(desk)
         self._found: dict[int, str] = {}  # why each node is to be replaced, by node rank
+        self._abandoned: set[tuple[int, int | None]] = set()  # incidents and ranks of which it was said
         self._leaving: list[str] = []  # names of the nodes whose replacement was ordered
 
     def may_help(self, cases: Sequence[SlowCase]) -> bool:
-        return bool(self._replaceable(self._blamed(cases)))
+        return bool(self._replaceable(self._blamed(culprits_of(cases))))
 
     def refused(self, cases: Sequence[SlowCase]) -> str:
         """Why none of the nodes that are blamed can be replaced; "" where one can, or none is blamed."""
-        blamed = self._blamed(cases)
+        blamed = self._blamed(culprits_of(cases))
         if not blamed or self._replaceable(blamed):
             return ""
         return self._desk.rank_moves.irreplaceable(list(blamed)[:1])
@@ -42,8 +43,8 @@ class Replacement(Move):
     def remedy(self, look: Look) -> Remedy | None:
         from keepstep.mitigate import Remedy
 
-        blamed = self._blamed(look.cases)
-        self._found = self._replaceable(blamed)
+        self._abandon(look)
+        self._found = self._replaceable(self._blamed(movable_culprits(look)))
         if not self._found or any(one.rank is None for one in culprits_of(look.cases)):
             return None  # it is not known whether the replaced node is at an end of the link
         ranks = self._rank_of()
@@ -60,10 +61,25 @@ class Replacement(Move):
         self._leaving = self._names(self._found)
         return self._desk.rank_moves.replace(self._found, f"{_which(self._leaving)} slow", now_s)
 
-    def _blamed(self, cases: Sequence[SlowCase]) -> dict[int, str]:
+    def _abandon(self, look: Look) -> None:
+        """Say, once for each blamed rank, that its node stays, as the rank is not the slow one any more."""
+        ranks, would = self._rank_of(), self._replaceable(self._blamed(culprits_of(look.cases)))
+        for case in look.cases:
+            incident = case.incident
+            for one in incident.culprits if incident is not None else ():
+                seen = (look.slow_steps or {}).get(one.rank) if one.rank is not None else None
+                if incident is None or seen is None or not seen.must_stay or ranks.get(one.node) not in would:
+                    continue
+                if (incident.number, one.rank) not in self._abandoned:
+                    self._abandoned.add((incident.number, one.rank))
+                    why = f"rank {one.rank} is the slow one in {seen.slow} of {len(seen.by_step)} slow iterations"
+                    told = f"{REPLACEMENT}: {one.node} stays: {why} since it was named"
+                    case.acted(Action("none", None, told), say=True)
+
+    def _blamed(self, culprits: Sequence[Culprit]) -> dict[int, str]:
         """Why nodes are blamed, by node rank; the slowest first."""
         ranks = self._rank_of()
-        surely = [one for one in culprits_of(cases) if one.rank is not None and one.confidence != "low"]
+        surely = [one for one in culprits if one.rank is not None and one.confidence != "low"]
         found: dict[int, str] = {}
         for one in sorted(surely, key=lambda one: -one.slowdown):
             if (node := ranks.get(one.node)) is not None:

@@ -10,6 +10,7 @@ from keepstep.control.controller import Controller
 from keepstep.control.settings import Settings
 from keepstep.core.evidence import Evidence
 from keepstep.core.incident import Diagnosis
+from keepstep.core.slow_steps import UNSTEADY
 
 
 class Steps(stand_ins.PlainLocators):
@@ -42,3 +43,37 @@ def test_the_steps_right_before_an_onset_count_as_healthy_only_where_there_are_f
     assert locators.healthy[0] == set(healthy)
     (incident,) = stage.controller.cases.incidents
     assert [one.rank for one in incident.culprits] == [0]
+
+
+class Turns(stand_ins.PlainLocators):
+    """Names a rank with the first evidence; later nobody, for this reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self.why, self.looks = why, 0
+
+    def slow(self, evidence: Evidence) -> Diagnosis:
+        self.looks += 1
+        return super().slow(evidence) if self.looks == 1 else Diagnosis("slow", summary=self.why)
+
+
+@pytest.mark.parametrize(("why", "named"), [(UNSTEADY, []), ("cause unknown", [0])], ids=["turns", "unknown"])
+def test_a_second_look_takes_a_name_back_only_where_others_are_slow_in_turn(
+    why: str, named: list[int]
+) -> None:
+    locators = Turns(why)
+    stage = Stage()
+    stage.fresh = lambda: Controller(Settings(nodes=3), locators=locators)  # type: ignore[method-assign]
+    for line in (
+        "cluster nodes=3 ranks=1",
+        "beat step=39",
+        "found kind=slow rank=0-2 step=33 onset=31 before=0.5 after=1.0",
+        "profiles rank=0 onset=30",
+        "beat step=44",
+        "wait 2",
+        "profiles rank=0 onset=30",
+    ):
+        stage.run(line)
+    assert locators.looks == 2
+    (incident,) = stage.controller.cases.incidents
+    assert [one.rank for one in incident.culprits] == named

@@ -14,6 +14,7 @@ from keepstep.control.cluster import Cluster
 from keepstep.control.remedies.mitigation import Mitigation
 from keepstep.core.incident import Action, Culprit
 from keepstep.core.microbatch_shares import Split
+from keepstep.core.slow_steps import SlowSteps
 from keepstep.core.summary import GroupInfo, IterationSummary, StreamSummary
 from keepstep.wire.messages import Heartbeat, Profile, RankBeat, Shares, Splits
 
@@ -61,8 +62,14 @@ class Desk(Office):
             stages=lambda *_: None,
             waits_recorded=lambda *_: self.recorded,
             own_times=lambda evidence, *_: evidence.after,
+            slow_steps=self.slow_steps,
         )
+        self.is_slow: Callable[[int], bool] = lambda step: True  # whether blamed ranks are the slow ones
         self.spares, self.looks = spares, 0
+
+    def slow_steps(self, rows: Any, _: Any, blamed: Any, slow_s: float) -> dict[int, SlowSteps]:
+        steps = sorted({row.step for row in rows})
+        return {rank: SlowSteps({step: self.is_slow(step) for step in steps}) for rank in blamed}
 
     def ask_profiles(self, *_: Any) -> int:
         self.looks += 1
@@ -362,3 +369,14 @@ def test_nothing_is_ordered_where_no_waits_are_recorded(culprit: Culprit) -> Non
     assert not job.ordered
     assert job.said == ["none"]
     assert "NCCL" in job.case.actions[0].detail
+
+
+def test_whoever_is_no_longer_the_slow_one_keeps_its_node_and_it_is_said_once() -> None:
+    job = Job(RANK, spares=1)
+    job.case.incident.number = 1
+    job.desk.is_slow = lambda step: step % 3 == 0
+    job.run(60)
+    assert not job.ordered
+    (action,) = job.case.actions
+    why = "S4, replacement of nodes: gpu-2 stays: rank 2 is the slow one in "
+    assert (action.name, action.detail.startswith(why)) == ("none", True)
