@@ -45,7 +45,9 @@ class Node:
         async def about(error: str) -> None:
             pass
 
-        restarts = SimpleNamespace(refused=refused, pause_s=0.0, cause=cause)
+        restarts = SimpleNamespace(
+            refused=refused, pause_s=0.0, cause=cause, step_of=lambda rank, steps: steps
+        )
         self.parts: Any = SimpleNamespace(
             run=self.run,
             course=self.course,

@@ -21,7 +21,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> shim.Built:
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if lock.tell() == 0:
+        if not os.fstat(lock.fileno()).st_size:  # another may have built since the file was opened
             shim.build(folder)
             lock.write("built")
     return shim.Built(folder)
