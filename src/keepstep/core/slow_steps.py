@@ -11,7 +11,8 @@ UNSTEADY = "the slowest rank changes from step to step: the work per step differ
 _FEW = 6  # with fewer iterations a rank that is slow by chance looks like a slow one
 # By how many standard deviations of a rank's own time from step to step a slow rank is above its peers.
 _LEAST_TIMES, _LEAST_TIMES_OF_FEW = 1.5, 3.0
-_MISSES, _MISSES_TO_MOVE = 5, 6  # of so many iterations it need not be the slow one in one
+# A rank may miss being the slow one in one of so many iterations, to be named and to be moved.
+_MISSES, _MISSES_TO_MOVE = 5, 6
 _NEWEST = 4  # iterations of which it must be the slow one in all but one
 _TO_MOVE = 8  # iterations that a remedy needs which moves or excludes a node
 _MANY, _KEPT = 16, 32  # iterations by whose number alone a rank is judged, and those that are remembered

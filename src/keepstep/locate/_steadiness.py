@@ -22,7 +22,8 @@ _ABOVE = (
 _LEAST_ABOVE = 0.03  # part of an iteration; less above its peers is no slowness
 _TOLD = 3  # ranks of which it is told that they are not steadily slow
 _UNEVEN = 2.0  # growth of a middle rank's spread from which on the work is not as even as before
-_PEERS = 64  # of so many peers one may be held up by chance in each iteration
+# In each iteration one of so many peers may be held up by chance.
+_PEERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def _slow_steps(its: _Steps, blamed: Collection[int]) -> dict[int, SlowSteps]:
     found: dict[int, SlowSteps] = {}
     for place in np.flatnonzero(is_blamed):
         others = ~is_blamed
-        if not others.any():  # then those that are blamed are each other's peers
+        if not others.any():
+            # All ranks are blamed: each has the other ones as its peers.
             others = np.arange(len(its.ranks)) != place
         if not others.any():
             continue

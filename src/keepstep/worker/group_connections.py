@@ -27,7 +27,8 @@ _MAKERS = (
     ("torch.distributed.rendezvous", "_create_c10d_store"),
     ("torch.distributed.distributed_c10d", "_new_process_group_helper"),
 )
-_KEPT_SHARE = 4  # of the descriptors that this process may have, one in so many is for sockets that are kept
+# One in so many of the descriptors that this process may have is for sockets that are kept open.
+_KEPT_SHARE = 4
 
 
 class GroupSockets:

@@ -256,7 +256,8 @@ def agree(
     by_offer: dict[tuple[tuple[Key, ...], bool], list[int]] = {}
     for rank, keys in sorted(offers.items()):
         by_offer.setdefault((tuple(sorted(keys)), not keys and rank in unreadable), []).append(rank)
-    least_first = sorted(by_offer.items(), key=lambda one: len(one[0][0]))  # who lacks most is who to look at
+    # Those that lack most come first: they are what keeps the job from a restore.
+    least_first = sorted(by_offer.items(), key=lambda one: len(one[0][0]))
     told = [
         f"ranks {fold_ranks(ranks)}: "
         + (

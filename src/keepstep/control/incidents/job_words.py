@@ -109,7 +109,8 @@ class JobWords:
         is_in_time = self._since_unix_s - _CLOCK_S <= said.unix_s <= self._until_unix_s + _CLOCK_S
         if incarnation < 0:
             return is_in_time
-        if incarnation >= self._next:  # of the kernel the next agent may be the first to read
+        if incarnation >= self._next:
+            # The next agent may be the first to read what the kernel wrote in this incarnation.
             return is_in_time and (said.rank == _KERNEL or said.source in KERNEL_SOURCES)
         is_late = self._next < math.inf and said.unix_s > self._until_unix_s
         return incarnation >= self._first and (is_in_time or is_late)

@@ -374,7 +374,8 @@ class SlowCase(Case):
                 return
         before_s = job_pace_s(before) or middle_s(self._before)
         after_s = job_pace_s(after) or middle_s(self._after)
-        turns = diagnosis.summary == UNSTEADY  # then no device is tested, and nobody stays blamed
+        # Where the slowest rank changes, no device is tested, and nobody stays blamed.
+        turns = diagnosis.summary == UNSTEADY
         if turns:
             self._suspects = ()
         elif not self._validated and firmness(diagnosis.culprits) <= 1:

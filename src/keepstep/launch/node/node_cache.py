@@ -119,7 +119,8 @@ class NodeCache:
         while (wanted := self._made[0].wanted()) and not enough.is_there(wanted, time.monotonic()):
             steps = ", ".join(str(key.step) for key in wanted)
             if in_vain() or time.monotonic() >= begun_s + wait_s:
-                self._made[1].claim(STORAGE_TROUBLE)  # it would say that training goes on
+                # Keeps the agent from saying now that training goes on without storage.
+                self._made[1].claim(STORAGE_TROUBLE)
                 lost = f"step {steps} is not on storage {where} and is lost"
                 return lost if self._made[1].claim(lost) else ""
             if not said and time.monotonic() - begun_s > _BRIEF_S:

@@ -112,7 +112,8 @@ class Words(Message, frozen=True):
 
     node_rank: int
     lines: Annotated[tuple[Said, ...], msgspec.Meta(max_length=MOST_SAID)]
-    incarnation: int = -1  # of the ranks, whenever their lines were read; -1: as a launcher, which reads none
+    # The incarnation of the ranks that wrote the lines, whenever these were read; -1: not known, as from a launcher.
+    incarnation: int = -1
 
 
 class PackedIterations(msgspec.Struct, frozen=True, array_like=True, gc=False):
